@@ -49,7 +49,18 @@ def next_iteration(setup, path, cfg):
     error = float(true_error(recording, found))
     remember(batch, step.rows, found)
     rows = sample_rows(it, batch, cfg)
-    return Scored(setup, recording, found, error, [rows[i] for i in step.rows.tolist()], slopes)
+    rows = [rows[i] for i in step.rows.tolist()]
+    if found.target.recorded:   # of it every rollout is a part
+        for row, own in zip(rows, self_influence(recording, found.scores).tolist()):
+            row["self_influence"] = own
+    return Scored(setup, recording, found, error, rows, slopes)
+
+
+def self_influence(recording, scores):
+    """Of a step's rollouts (n,): the influence of each on its own part of the target."""
+    rows = recording.step.rows
+    norms = recording.tape.squared_norms(rows, scores.scale)
+    return (recording.policy_coef * scores.coef)[rows] * norms
 
 
 def scored_against(scored, cfg, j):
@@ -119,9 +130,13 @@ def main(argv):
     rows = recorded or scored.rows
     metrics = read_log(os.path.join(folder, "metrics.jsonl")) if recorded else []
 
-    about = (f"{folder}: {len(rows)} rollouts, target {cfg.tracin!r}. Influence is in standard "
+    explained = "that the run has scored" if recorded else "of an iteration that the run has not done"
+    about = (f"{folder}: the sentences are about {len(rows)} rollouts {explained}, the lists about "
+             f"the iteration that would come next; target {cfg.tracin!r}. Influence is in standard "
              "deviations of its iteration: above 0 helps the target, below 0 harms it.")
     with undamaged(folder):
+        if not recorded:
+            metrics = [{"tracin/self_share": float(scored.found.scores.self_share)}]
         sentences = sentences_of(rows, metrics, setup.tokenizer.encode_ordinary)
         sentences.append(check(scored))
     show(folder, "influence", about, sentences, cards_of(scored, cfg))

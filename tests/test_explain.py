@@ -132,7 +132,7 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     shown = after.pop("influence.html").decode()
     before.pop("influence.html", None)
     assert before == after
-    assert "64 rollouts, target 'self'" in text and "nan" not in text
+    assert "about 64 rollouts that the run" in text and "target 'self'" in text and "nan" not in text
     assert "Iteration 5: the tape agrees with" in text and ", iteration 5, " in shown
     z = own_units(sampled(folder)[0])
     listed = min(5, int((z > 0).sum())) + min(5, int((z < 0).sum()))
@@ -150,7 +150,8 @@ def test_rollouts_that_the_run_keeps_are_not_called_dropped(run, flag, target, i
     """A run drops none by a target that is not its own."""
     folder = run("off")
     text = command("tracin.py", folder, text_of(folder), "--next_iteration", flag)
-    assert f"16 rollouts, target '{target}'" in text
+    assert "16 rollouts of an iteration that the run has not done" in text
+    assert f"target '{target}'" in text
     assert f"Iteration {iteration}: the tape agrees with" in text
     page_text = open(os.path.join(folder, "influence.html"), encoding="utf-8").read()
     assert "dropped" not in text + page_text
@@ -184,23 +185,41 @@ def test_sentences_say_what_was_planted():
     planted = [dict(iteration=i // 100, completion="e" * (5 + i % 7), reward=a, advantage=b,
                     influence=math.exp(a) - 0.5, weight=float(a > 0))
                for i, (a, b) in enumerate(zip(*noise))]
-    metrics = [{"tracin/target_cosine": x} for x in (0.02, None, -0.01)]
-    shares, target, difference, likeness = sentences_of(planted, metrics, list)
+    metrics = [{"tracin/target_cosine": x, "tracin/self_share": 0.9}
+               for x in (0.02, None, -0.01, math.nan)]
+    shares, target, itself, difference, likeness = sentences_of(planted, metrics, list)
     assert "tenth of 300" in shares and "dropped have" in shares
     kept = [row | {"weight": 1.0} for row in planted]
     assert "dropped" not in sentences_of(kept, metrics, list)[0]
     assert "mostly noise" in target and "0.01" in target
-    assert "hardly more than reward" in likeness
+    assert "hardly more than reward: it rises" in likeness and "90%" in itself
     assert "mostly signal" in sentences_of(planted, [{"tracin/target_cosine": 0.8}], list)[1]
     alike = [row | dict(reward=1.0) for row in planted]
-    assert "+0.00 with reward" in sentences_of(alike, [], list)[-1]
+    assert "with reward" not in sentences_of(alike, [], list)[-1], "all rewards are equal"
     turned = [row | dict(reward=-row["reward"]) for row in planted]
-    assert "against" in sentences_of(turned, [], list)[-1], "its sign is the news"
-    blurred = [row | dict(reward=-row["reward"] + 1.2 * row["advantage"]) for row in planted]
-    assert "partly against reward" in sentences_of(blurred, [], list)[-1]
+    assert "hardly more than reward: it falls" in sentences_of(turned, [], list)[-1]
     unlike = [row | dict(reward=row["advantage"]) for row in planted]
     assert "follows none" in sentences_of(unlike, [], list)[-1]
     assert "a higher reward by" in difference
+    unknown = [row | dict(reward=math.nan) for row in planted[:50]] + planted[50:]
+    assert "nan" not in " ".join(sentences_of(unknown, metrics, list))
+
+
+@pytest.mark.parametrize("name, influence", [
+    ("|advantage|", lambda row: abs(row["advantage"])),
+    ("length", lambda row: -len(row["completion"])),
+    ("self-influence", lambda row: row["self_influence"])])
+def test_what_influence_follows_is_named_with_its_sign(name, influence):
+    noise = torch.randn(4, 300, generator=torch.Generator().manual_seed(seed_of(0))).tolist()
+    rows = [dict(iteration=0, completion="e" * (5 + i % 7), reward=a, advantage=b, weight=1.0,
+                 self_influence=c) for i, (a, b, c, _) in enumerate(zip(*noise))]
+    for row, more in zip(rows, noise[3]):
+        row["influence"] = influence(row)
+        row["noisy"] = influence(row) + 1.0 * more * (1 + 2 * (name == "length"))
+    way = "falls" if name == "length" else "rises"
+    assert f"hardly more than {name}: it {way}" in sentences_of(rows, [], list)[-1]
+    part = [row | dict(influence=row["noisy"]) for row in rows]
+    assert f"follows {name} in part: it {way}" in sentences_of(part, [], list)[-1]
 
 
 def test_the_helpful_are_compared_within_their_iteration():
