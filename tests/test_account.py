@@ -10,12 +10,12 @@ import explain.account
 import grpo
 import tracin
 from common.script import seed_for
-from explain.account import account, flat, replay, train_again, walk_back
+from explain.account import account, flat, replay, smoothness, train_again, walk_back
 from explain.story import row_of
 from explain.target import HeldOut, Sentences, follow
 from explain.told import token_parts
 from rollout import completion_logprobs, concatenate, generate
-from worlds import TOKENIZER, forcing, number_gpt, settings, setup_of, shaken, skip_without
+from worlds import TOKENIZER, forcing, number_gpt, refusal, settings, setup_of, shaken, skip_without
 
 
 
@@ -75,9 +75,12 @@ def setup_for(cfg, answers=False):
     setup = setup_of(cfg, policy, reference=shaken(number_gpt(), 0.05).double())
     if cfg.lora_rank or cfg.critic:
         shaken(setup.policy, 0.05)
+    matrices = [p for p in setup.trained if p.dim() > 1]
+    others = [p for p in setup.trained if p.dim() <= 1]
+    decays = [dict(params=matrices), dict(params=others, weight_decay=0.0)]
     setup.optimizer = torch.optim.AdamW(
-        setup.trained, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=1e-2,
-        weight_decay=cfg.weight_decay, fused=True)
+        decays, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=1e-2, weight_decay=cfg.weight_decay,
+        fused=True)
     if answers:     # tokens 2 to 4 of every row are given
         given = torch.tensor([-1, 3, 4, -1, -1]).expand(12, 5)
         setup.generate = lambda *args, **how: generate(*args, **how | {"respond": forcing(given)})
@@ -318,6 +321,66 @@ def test_the_derivative_is_that_of_training_again(kind, tmp_path):
             assert error < 1e-5 * size, f"iteration {it}, rollout {i}: off by {error / size:.1e}"
             compared += 1
     assert compared > 1
+
+
+def test_smoothness_is_that_of_three_trainings(tmp_path):
+    """By grpo.update on the run's own batches."""
+    setup, cfg, states, taken, _ = run_of(KINDS["mini-batches and passes"], tmp_path)
+    z = torch.randn(ITERATIONS, 12, generator=torch.Generator().manual_seed(7))
+    ends = []
+    for size in (0.0, 0.1, 0.2):
+        vector_to_parameters(states[0][0].clone(), setup.trained)
+        setup.optimizer.state.clear()
+        for k in {k.it: k for k in taken}.values():
+            batch = replace(k.batch, row_weights=k.batch.row_weights * (1 + size * z[k.it]))
+            grpo.set_learning_rate(setup.optimizer, k.it, cfg)
+            grpo.update(setup, batch, None, cfg, seed_for(cfg.seed, "rows", k.it))
+        ends.append(flat(setup.trained).detach().clone())
+    first = ends[1] - ends[0]
+    second = ends[2] - ends[1]
+    agree = torch.where(first * second > 0, 1.0, -1.0)
+    weights = (ends[2] - ends[0]).abs()
+    by_hand = float((agree * weights).sum() / weights.sum())
+    assert abs(smoothness(setup, cfg, states, taken, seed=7) - by_hand) < 1e-6
+    assert by_hand < 1
+
+
+@pytest.mark.parametrize("since", [0, 1])
+def test_a_layer_that_is_never_used_changes_nothing(since, tmp_path):
+    """It has no gradient, so AdamW counts no steps for it."""
+    found = []
+    for unused in (False, True):
+        world = run_of({}, tmp_path, 2)
+        setup, cfg, _, _, sentence = world
+        vector_to_parameters(world[2][0][0].clone(), setup.trained)
+        if unused:
+            setup.policy.unused = torch.nn.Linear(2, 2).double()
+            setup.trained.insert(0, setup.policy.unused.weight)
+        setup.policy.requires_grad_(True)
+        setup.optimizer = torch.optim.AdamW(setup.trained, lr=0.02, eps=1e-2, weight_decay=0.0)
+        states, taken = replay(setup, cfg, 0, since, 2, str(tmp_path))
+        world = setup, cfg, states, taken, None
+        _, account_ = account_of(world, sentence, tmp_path, damping=0.0)
+        found.append((account_.shares, account_.effects, account_.rest["momentum"]))
+    for x, y in zip(*found):
+        assert (x - y).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("kind, says", [("RAdam", "RAdam"), ("amsgrad", "amsgrad"),
+                                        ("two rates", "several lr")])
+def test_an_optimizer_that_is_not_known_is_refused_by_name(kind, says, tmp_path):
+    cfg = settings(functions=odd_reward)
+    setup = setup_for(cfg)
+    first, *others = setup.trained
+    if kind == "RAdam":
+        setup.optimizer = torch.optim.RAdam(setup.trained)
+    elif kind == "amsgrad":
+        setup.optimizer = torch.optim.AdamW(setup.trained, amsgrad=True)
+    else:
+        setup.optimizer = torch.optim.AdamW([dict(params=[first], lr=1.0), dict(params=others)])
+    before = flat(setup.trained).detach().clone()
+    assert says in refusal(replay, setup, cfg, 0, 0, 1, str(tmp_path))
+    assert torch.equal(before, flat(setup.trained)), "it was refused after a step"
 
 
 # ------------------------------------------------------------------------------------------------

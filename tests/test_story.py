@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from explain import story
+from explain import told as told_module
 from explain.account import replay
 from explain.told import TOO_FAR
 from worlds import printed, read_rows, refusal, skip_without
@@ -23,6 +24,14 @@ judge = eval_judge = None
 
 def reward(prompts, completions):
     return [1.0 * (text.count("e") + 0.1 * len(text)) for prompt, text in zip(prompts, completions)]
+"""
+JUDGED = """
+def reward(prompts, completions):
+    return [text.count("e") for text in completions]
+
+
+def target(policy, tokenizer, batch):
+    return policy.ln_f.weight.square().sum()
 """
 TIED = RULE.replace("1.0", "len(prompt) % 2")       # some prompts teach nothing
 KINDS = {
@@ -68,6 +77,19 @@ def told(folder, *flags):
     return text, {name: float(x) for name, x in re.findall(f"([a-z]+) ({NUMBER})", line)}
 
 
+def told_of_reward(folder, *flags):
+    """What is printed, and the numbers of its last line by name."""
+    text = printed(explain.main, [folder, f"{folder}/config.py", *flags])
+    line = re.findall("^account: rollouts.*$", text, re.M)[-1]
+    return text, {name: float(x) for name, x in re.findall(f"([a-z]+) ({NUMBER})", line)}
+
+
+def curve_of(text):
+    """The column of the number in the table by iteration."""
+    rows = re.findall("^  [0-9]+ +([0-9.-]+) +[+-]", text, re.M)
+    return [float(x) for x in rows]
+
+
 def contents(folder):
     return {name: open(os.path.join(folder, name), "rb").read()
             for name in os.listdir(folder) if not name.endswith(".html")}
@@ -96,6 +118,65 @@ def test_it_repeats_the_run_and_adds_up(run, kind):
         assert "from momentum" in text, "a step since has none of the momentum from before"
         assert abs(later["together"] - later["change"]) < TOO_FAR * size
     assert contents(folder) == before
+
+
+@pytest.mark.parametrize("kind", ["plain", "one backward", "held out"])
+def test_the_held_out_reward_is_that_of_the_evaluation(run, kind):
+    """Without any flag: the curve is the run's own, the parts add up, and the page says so."""
+    folder = run(kind)
+    before = contents(folder)
+    text, found = told_of_reward(folder)
+    evaluated = {row["iteration"]: row["rewards/reward"] for row in
+                 read_rows(f"{folder}/eval.jsonl")}
+    curve = curve_of(text)
+    assert len(curve) == 4
+    for iteration in evaluated.keys() - {0}:
+        assert curve[iteration - 1] == pytest.approx(evaluated[iteration], abs=0.02, rel=1e-3)
+    assert abs(found["change"] - (evaluated[4] - evaluated[0])) < 0.02
+    assert abs(found["rollouts"] + found["rest"] - found["together"]) < 0.02
+    assert "nats" not in text and "nan" not in text
+    shown = open(os.path.join(folder, "account.html"), encoding="utf-8").read()
+    assert "<svg" in shown and "Iteration by iteration" in shown
+    listed = "no rollouts are listed" not in text
+    assert ("<article>" in shown) == ("Shares of the tokens" in shown) == listed
+    assert contents(folder) == before
+    assert told_of_reward(folder, "--target=reward")[1] == found
+    other = told_of_reward(folder, "--held_out=40")[0]
+    assert "40 completions of 4 held-out prompts" in other
+
+
+def test_a_judge_and_a_function_are_explained(grpo, tmp_path):
+    config = tmp_path / "mine.py"
+    config.write_text(JUDGED)
+    folder = f"{tmp_path}/judged"
+    grpo(folder, config, "--max_iters=2", "--learning_rate=1e-3")
+    first, last = read_rows(f"{folder}/eval.jsonl")
+    _, found = told_of_reward(folder, "--target=eval_judge", "--hessian=False")
+    clean = first["eval_judge/toxicity"] - last["eval_judge/toxicity"]
+    assert found["change"] == pytest.approx(clean, abs=2e-3 * abs(clean) + 1e-6)
+    text, found = told_of_reward(folder, "--target=target", "--hessian=False", "--parts=4")
+    policy = torch.load(f"{folder}/ckpt_000002.pt")["policy"]
+    start = torch.load(f"{folder}/ckpt_000000.pt")["policy"]
+    name = "ln_f.weight"
+    change = float(policy[name].square().sum() - start[name].square().sum())
+    assert found["change"] == pytest.approx(change, abs=0.01 * abs(change))
+    assert abs(found["together"] - found["change"]) < 0.05 * abs(found["change"])
+    assert "--target=nothing: must be one of eval_judge, judge, reward, target" in refusal(
+        explain.main, [folder, f"{folder}/config.py", "--target=nothing"])
+
+
+def test_what_cannot_be_trusted_is_not_listed(run, monkeypatch):
+    folder = run("plain")
+    monkeypatch.setattr(story, "SMOOTH", 2.0)       # as if the run were rough
+    text, _ = told(folder, *ASKED)
+    assert "The run is rough" in text and "without it" not in text and "  share " in text
+    monkeypatch.setattr(story, "SMOOTH", -2.0)
+    text, _ = told(folder, *ASKED)
+    assert "The run is smooth" in text and "without it" in text
+    monkeypatch.setattr(told_module, "USELESS", 0.0)
+    text, _ = told(folder, *ASKED)
+    assert "no rollouts are listed" in text and "  share " not in text
+    assert "The sentence" in text and "Iteration by iteration" in text
 
 
 @pytest.mark.parametrize("keep, kept", [
@@ -202,6 +283,9 @@ def test_checkpoints_of_another_run_are_seen(run, tmp_path):
     content["policy"]["h.0.ln_1.weight"] += 1e-3
     torch.save(content, path)
     assert "ends at other weights" in told(folder, *ASKED, "--hessian=False")[0]
+    content["policy"]["h.0.ln_1.weight"] += 5
+    torch.save(content, path)
+    assert "is another run" in refused() and "--threads=1" in refused()
     torch.save(content | {"base_hash": "other"}, path)
     assert "another policy" in refused()
     os.remove(path)
