@@ -10,6 +10,7 @@ print the same digits.
 """
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,8 @@ SMALL = ["--max_iters=2", "--num_prompts=4", "--num_generations=8", "--num_eval_
          "--num_eval_generations=2", "--threads=1", "--expect_rise=0", "--eval_interval=1"]
 RUNS = {"plain": ["config/toxicity.py"], "self": ["config/toxicity.py", "--tracin=self"],
         "quick": ["config/quick_test.py"]}
-COMMANDS = [["tracin.py", "out/self"], ["evaluate.py", "out/plain", "--num_eval_prompts=2"],
+COMMANDS = [["tracin.py", "out/self"], ["tracin.py", "out/self", "--next_iteration"],
+            ["evaluate.py", "out/plain", "--num_eval_prompts=2"],
             ["sample.py", "out/plain", "--prompt=You are"], ["plot.py", "out/plain", "out/self"]]
 FAST = [f"tests/test_{name}.py" for name in ("algorithm", "config", "loss", "rollout", "step")]
 
@@ -30,7 +32,9 @@ def python(top, *argv):
     """What a command prints in this copy, and its exit code."""
     done = subprocess.run([sys.executable, *argv], cwd=top, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    return done.stdout.strip(), done.returncode
+    timed = re.compile(" s left$|the run's own times$")
+    lines = [line for line in done.stdout.splitlines() if not timed.search(line)]
+    return "\n".join(lines).strip(), done.returncode
 
 
 def digits_of(top, cache):
@@ -45,7 +49,7 @@ def digits_of(top, cache):
             with open(f"{top}/out/{name}/{log}.jsonl", encoding="utf-8") as f:
                 rows = [json.loads(line) | {"step_time": 0} for line in f]
             found[f"{log} of {name}"] = json.dumps(rows)
-    return found | {argv[0]: python(top, *argv) for argv in COMMANDS}
+    return found | {" ".join(argv): python(top, *argv) for argv in COMMANDS}
 
 
 def main(argv):

@@ -130,8 +130,8 @@ def main(argv):
     rows = recorded or scored.rows
     metrics = read_log(os.path.join(folder, "metrics.jsonl")) if recorded else []
 
-    explained = "that the run has scored" if recorded else "of an iteration that the run has not done"
-    about = (f"{folder}: the sentences are about {len(rows)} rollouts {explained}, the lists about "
+    which = "that the run has scored" if recorded else "of an iteration that the run has not done"
+    about = (f"{folder}: the sentences are about {len(rows)} rollouts {which}, the lists about "
              f"the iteration that would come next; target {cfg.tracin!r}. Influence is in standard "
              "deviations of its iteration: above 0 helps the target, below 0 harms it.")
     with undamaged(folder):

@@ -31,7 +31,7 @@ FLAGS = dict(target="", prompt="", completion="", prompts="", account=False, hel
 WORST = 3           # completions that are told of with --account=True
 OTHER = 0.1         # of the change that a replay may be off
 SLOWER = 3          # times of the run that an account takes, beside the held-out completions
-SMOOTH = 0.8        # below it nothing is said of single rollouts left out
+SMOOTH = 0.88       # below it nothing is said of single rollouts left out (docs/account.md)
 # settings that change no training
 HARMLESS = ("cache_dir", "device", "decode_batch_size", "activation_checkpointing",
             "save_interval", "eval_interval", "num_eval_generations", "expect_rise")
@@ -100,14 +100,13 @@ def far_from_run(setup, target, course, states, folder, path, last):
     replayed = course.values[-1].sum(0, keepdim=True) if target.adds_up else course.values[-1]
     off = ((replayed - ends).abs() / change.abs().clamp(min=1e-30)).max()
     threads = read_json(f"{folder}/config.json").get("threads")
-    line = (f"the replay ends at other weights than {path}, and is off by {100 * off:.2g} % of the "
-            f"change: made with another number of threads (then {threads}, now "
-            f"{torch.get_num_threads()}: --threads={threads}), on a GPU, by another machine or "
-            "version, with settings that changed on the way, or by a reward that draws random "
-            "numbers")
+    causes = (f"threads (then {threads}, now {torch.get_num_threads()}: --threads={threads}), a GPU, "
+              "another machine or version, settings that changed, a reward that draws random numbers")
     if not off <= OTHER:
-        raise BadInput(f"{line}; more than {100 * OTHER:.0f} % is another run")
-    return [f"warning: {line}"]
+        raise BadInput(f"{path}: the replay is off by {100 * off:.2g} % of the change, so it is "
+                       f"another run, by {causes}")
+    return [f"warning: the replay ends at other weights than {path}, and is off by "
+            f"{100 * off:.2g} % of the change, by {causes}"]
 
 
 # ------------------------------------------------------------------------------------------------
