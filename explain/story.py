@@ -100,8 +100,9 @@ def far_from_run(setup, target, course, states, folder, path, last):
     replayed = course.values[-1].sum(0, keepdim=True) if target.adds_up else course.values[-1]
     off = ((replayed - ends).abs() / change.abs().clamp(min=1e-30)).max()
     threads = read_json(f"{folder}/config.json").get("threads")
-    causes = (f"threads (then {threads}, now {torch.get_num_threads()}: --threads={threads}), a GPU, "
-              "another machine or version, settings that changed, a reward that draws random numbers")
+    causes = (f"threads (then {threads}, now {torch.get_num_threads()}: --threads={threads}), a "
+              "GPU, another machine or version, settings that changed, a reward that draws random "
+              "numbers")
     if not off <= OTHER:
         raise BadInput(f"{path}: the replay is off by {100 * off:.2g} % of the change, so it is "
                        f"another run, by {causes}")
