@@ -12,7 +12,7 @@ import torch
 from common.files import ROOT
 from run.check import ABOVE_0, AT_LEAST, AT_MOST, BELOW_1, PATHS
 from run.settings import HINTS, load_settings, types_of
-from worlds import command, refusal
+from worlds import assert_refused, command, refusal
 
 NAMES = list(HINTS)
 CHOICES = {name: typing.get_args(hint) for name, hint in HINTS.items()
@@ -31,8 +31,8 @@ def write(tmp_path):
     return to
 
 
-def refused(*argv):
-    return refusal(load_settings, [str(a) for a in argv])
+def refuses(names, *argv):
+    assert_refused(names, load_settings, [str(a) for a in argv])
 
 
 def test_every_setting_can_be_given_as_a_flag(monkeypatch):
@@ -66,117 +66,116 @@ def test_flags(write):
     assert (cfg.resume, cfg.seed, cfg.beta) == (True, 7, 0.2)
 
 
-# flags | what the one line says
+# flags | names in the one line, where it is not the setting of the first flag that it names
 TYPED = """
---bata=1 | --bata=1 | did you mean 'beta'
---qqqq=1 | no setting 'qqqq'
---functions=1 | no setting 'functions'
---source=x | no setting 'source'
---speed=head | no setting 'speed'
---beta | --beta=VALUE
---beta 0.1 | --beta=VALUE
--beta=1 | --name=value
--1 | --name
--- | --name
---=3 | --name
+--bata=1 | bata | beta
+--qqqq=1
+--functions=1
+--source=x
+--speed=head
+--beta
+--beta 0.1
+-beta=1
+-1
+-- | --
+--=3 | --=3
 nowhere.py | nowhere.py
-out/nowhere | nowhere
-pytest.ini | (.py)
---max_iters=1.5 | max_iters | must be a whole number
---max_iters=ten | 'ten' | the default is max_iters = 100
---max_iters=None | a whole number
---max_iters= | a whole number
---seed=True | a whole number
---beta=high | must be a number
---delta=x | a number or None
---log_micro=None | True or False
---compile=update | True or False
---prompt_words=3 | a tuple | (4, 9)
---out_dir=None | text
---reward_funcs=[['x']] | reward_funcs | ['x']
---reward_funcs=() | reward_funcs
---beta=1e400 | beta = inf
---beta=-1e400 | beta
---seed=9223372036854775808 | seed | 2 ** 63
---threads=100000 | threads = 100000 | at most
---max_iters=1000000 | max_iters = 1000000 | at most 999999
---out_dir= | out_dir | empty
---prompt_words=('a','b') | prompt_words
---prompt_words=(5,3) | prompt_words
---prompt_words=(0,3) | whole numbers from 1
---reward_weights=('a',) | reward_weights
---vocab_size=100 | 257
---num_generations=1 | at least 2
---max_resamples=0 | at least 1
---n_head=5 | n_head = 5
---num_prompts=6 --num_generations=4 --mini_batch_size=7 | 6 * 4 = 24 | = 7
---num_generations=4 --decode_batch_size=3 | decode_batch_size = 3 | = 4
---delta=1.2 | delta = 1.2
---delta=1.2 --epsilon_high=0.3 | 1.3
---loss_type=cispo | epsilon_high | 5.0
---loss_type=cispo --epsilon_high=0.28 | epsilon_high | 5.0
---use_bias_correction_kl=True --kl_in=reward | k1
+out/nowhere
+pytest.ini
+--max_iters=1.5
+--max_iters=ten
+--max_iters=None
+--max_iters=
+--seed=True
+--beta=high
+--delta=x
+--log_micro=None
+--compile=update
+--prompt_words=3
+--out_dir=None
+--reward_funcs=[['x']]
+--reward_funcs=()
+--beta=1e400
+--beta=-1e400
+--seed=9223372036854775808
+--threads=100000
+--max_iters=1000000
+--out_dir=
+--prompt_words=('a','b')
+--prompt_words=(5,3)
+--prompt_words=(0,3)
+--reward_weights=('a',)
+--vocab_size=100
+--num_generations=1
+--max_resamples=0
+--n_head=5
+--num_prompts=6 --num_generations=4 --mini_batch_size=7 | mini_batch_size | num_generations
+--num_generations=4 --decode_batch_size=3 | decode_batch_size | num_generations
+--delta=1.2
+--delta=1.2 --epsilon_high=0.3 | delta | 1.3
+--loss_type=cispo | epsilon_high
+--loss_type=cispo --epsilon_high=0.28 | epsilon_high
+--use_bias_correction_kl=True --kl_in=reward
 --ref_model_sync_steps=2 | ref_model_sync_steps | beta
---lora_rank=100000 | lora_rank = 100000 | at most
---num_eval_generations=1000000000 | num_eval_generations | at most
---multi_objective_aggregation=normalize_then_sum --kl_in=reward | kl_in = 'loss'
---multi_objective_aggregation=normalize_then_sum --zero_std_groups=resample | 'keep'
---critic=True --zero_std_groups=resample | advantages are by token
---critic=True --importance_sampling_level=sequence | advantages are by token
---reward_weights=(1,2) | (1, 2)
---judge=None | judge = None | 'train'
---judge=train:toxic | judge = 'train:toxic' | label
---reward_funcs=('judge','judge') --reward_weights=(1,2) | twice
---reward_funcs=nobody | 'nobody'
---tracin_val_reward=nobody --tracin_val_prompts=1 | 'nobody'
---tracin=target | no function target
---tracin_select=weigh | no function weigh
+--lora_rank=100000
+--num_eval_generations=1000000000
+--multi_objective_aggregation=normalize_then_sum --kl_in=reward | kl_in
+--multi_objective_aggregation=normalize_then_sum --zero_std_groups=resample | zero_std_groups
+--critic=True --zero_std_groups=resample
+--critic=True --importance_sampling_level=sequence
+--reward_weights=(1,2)
+--judge=None
+--judge=train:toxic
+--reward_funcs=('judge','judge') --reward_weights=(1,2)
+--reward_funcs=nobody | reward_funcs | nobody
+--tracin_val_reward=nobody --tracin_val_prompts=1 | tracin_val_reward | nobody
+--tracin=target
+--tracin_select=weigh
 --tracin=self --loss_type=bnpo --num_iterations=2 | bnpo
---tracin=reward --tracin_leave_one_out=True --critic=True | critic = False
---tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2 | own part
---tracin_val_size=3 | tracin_val_size
---tracin_val_reward=judge | which is 0
---tracin=reward --tracin_val_prompts=2 --tracin_val_size=1 | at least 2
---stop_strings=('x',) | environment
---stop_strings=(1,) | must be text
---out_dir=~nobody_of_this_name/run | out_dir | ./~nobody_of_this_name/run
+--tracin=reward --tracin_leave_one_out=True --critic=True | critic
+--tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2 | tracin_leave_one_out
+--tracin_val_size=3
+--tracin_val_reward=judge | tracin_val_reward | tracin_val_prompts
+--tracin=reward --tracin_val_prompts=2 --tracin_val_size=1 | tracin_val_size
+--stop_strings=('x',)
+--stop_strings=(1,)
+--out_dir=~nobody_of_this_name/run | out_dir | ~nobody_of_this_name
 """
 
 
-def test_what_is_typed_wrongly_is_one_line():
-    for line in TYPED.strip().splitlines():
-        flags, *parts = line.split(" | ")
-        message = refused(*flags.split(" "))
-        assert all(part in message for part in parts), message
-        assert len(message) <= 300
+@pytest.mark.parametrize("line", TYPED.strip().splitlines())
+def test_what_is_typed_wrongly_is_one_line_that_names_it(line):
+    flags, *names = line.split(" | ")
+    flags = flags.split(" ")
+    first = flags[0].lstrip("-").split("=")[0]
+    assert_refused(names or first, load_settings, flags)
 
 
 def test_every_range_is_checked():
-    def check_refuses(name, bound, step, wanted):
+    def refuses_number(name, number):
         kind = float if float in types_of(name) else int
-        value = kind(bound + step)
-        assert f"{name} = {value}: must be {wanted}" in refused(f"--{name}={value}")
+        refuses((name, str(kind(number))), f"--{name}={kind(number)}")
 
     for name in NAMES:
         if {int, float} & set(types_of(name)):
-            refused(f"--{name}=-1")
+            refuses(name, f"--{name}=-1")
     for name, bound in AT_LEAST.items():
-        check_refuses(name, bound, -1, "at least")
+        refuses_number(name, bound - 1)
     for name, bound in AT_MOST.items():
-        check_refuses(name, bound, 1, "at most")
+        refuses_number(name, bound + 1)
     for name in ABOVE_0:
-        check_refuses(name, 0, 0, "above")
+        refuses_number(name, 0)
     for name in BELOW_1:
-        check_refuses(name, 1, 0, "below")
+        refuses_number(name, 1)
 
 
 def test_half_a_character_is_one_line():
     """JSON, a flag and a config file can hold it; no other file and no tokenizer can."""
     for name in NAMES:
         if str in types_of(name) and name not in CHOICES:
-            assert f"{name} = '\\ud800" in refused(f"--{name}=\ud800"), name
+            refuses((name, "\\ud800"), f"--{name}=\ud800")
     for name in ("stop_strings", "reward_funcs"):
-        assert f"{name} = ('a', '\\ud800" in refused(f"--{name}=('a', '\\ud800')"), name
+        refuses((name, "\\ud800"), f"--{name}=('a', '\\ud800')")
     latin = os.fsdecode(b"caf\xe9")     # a folder may have this name
     assert load_settings([f"--out_dir={latin}"]).out_dir == latin
 
@@ -184,9 +183,9 @@ def test_half_a_character_is_one_line():
 def test_a_number_of_thousands_of_digits_is_one_line(write):
     for name in NAMES:
         if {int, float} & set(types_of(name)):
-            assert f"{name} = <int" in refused(write(f"{name} = 10 ** 10000")), name
+            refuses(name, write(f"{name} = 10 ** 10000"))
     for name in ("prompt_words", "reward_weights"):
-        assert name in refused(write(f"{name} = (1, 10 ** 10000)"))
+        refuses(name, write(f"{name} = (1, 10 ** 10000)"))
 
 
 def test_the_home_folder_stands_for_a_tilde(monkeypatch):
@@ -200,9 +199,7 @@ def test_the_home_folder_stands_for_a_tilde(monkeypatch):
 
 def test_choices(write, tmp_path):
     for name, choices in CHOICES.items():
-        message = refused(f"--{name}=nonsense")
-        assert f"{name} = 'nonsense'" in message
-        assert all(choice in message for choice in choices)
+        refuses((name, "nonsense", *choices), f"--{name}=nonsense")
         for choice in choices:
             more = ["--epsilon_high=5"] if choice == "cispo" else []
             if name == "tracin_val_select":
@@ -225,28 +222,24 @@ def test_every_config_of_the_project_loads():
         load_settings([path])
 
 
+# the text of a config file | what the one line names
 FAILING = [
-    ("beta = 1 / 0", "ZeroDivisionError"), ("raise ValueError('first\\nsecond')", "first second"),
-    ("beta: 0.1", "sets nothing"), ("import math", "sets nothing"),
-    ("beta = = 1", "SyntaxError"), ("import no_such_module", "no_such_module"),
-    ("import sys; sys.exit(3)", "SystemExit"), ("def f():\n    f()\nf()", "Recursion"),
-    ("num_generation = 4", "'num_generations'"), ("max_iters = 'ten'", "a whole number"),
-    ("beta = 0.1j", "0.1j"), ("seed = 10 ** 30", "2 ** 63"),
-    ("reward_weights = (10 ** 400,)", "reward_weights"), ("beta = float('nan')", "beta = nan"),
-    (CONSTANT.replace("reward", "rewrd").format(1), "'rewrd' is not used"),
-    ("async " + CONSTANT.format(1), "'reward' is async"),
+    ("beta = 1 / 0", "a.py"), ("raise ValueError('first\\nsecond')", "first second"),
+    ("beta: 0.1", "a.py"), ("import math", "a.py"), ("beta = = 1", "a.py"),
+    ("import no_such_module", "no_such_module"), ("import sys; sys.exit(3)", "a.py"),
+    ("def f():\n    f()\nf()", "a.py"), ("num_generation = 4", "num_generations"),
+    ("max_iters = 'ten'", "max_iters"), ("beta = 0.1j", "0.1j"), ("seed = 10 ** 30", "seed"),
+    ("reward_weights = (10 ** 400,)", "reward_weights"), ("beta = float('nan')", "beta"),
+    (CONSTANT.replace("reward", "rewrd").format(1), "rewrd"),
+    ("async " + CONSTANT.format(1), "reward"),
     ("stop_strings = ('',)\ndef environment(prompts, transcripts): pass", "stop_strings"),
-    ("tools = None", "tools = None: must be a dict"), ("tools = []", "tools = []: must be a dict"),
-    ("tools = {'a': len}\ndef environment(prompts, transcripts): pass", "both would answer")]
+    ("tools = None", "tools"), ("tools = []", "tools"),
+    ("tools = {'a': len}\ndef environment(prompts, transcripts): pass", "environment")]
 
 
-def test_a_file_that_fails_is_one_line(write):
-    for text, part in FAILING:
-        path = write(text)
-        message = refused(path)
-        assert part in message
-        if "Error" in part:
-            assert path in message
+@pytest.mark.parametrize("text, name", FAILING)
+def test_a_file_that_fails_is_one_line_that_names_what_fails(text, name, write):
+    refuses(name, write(text))
 
 
 def test_files_build_on_each_other_and_functions_are_rewards(write, monkeypatch, tmp_path):
@@ -257,8 +250,7 @@ def test_files_build_on_each_other_and_functions_are_rewards(write, monkeypatch,
     assert cfg.functions["reward"]([], ["x"]) == [2]
     assert cfg.source == open(one).read() + "\n" + open(two).read()
     assert load_settings([one, "--reward_funcs=judge"]).reward_funcs == ("judge",)
-    message = refused(one, "--reward_funcs=rewrd")
-    assert "'rewrd'" in message and "'reward'" in message
+    refuses(("'rewrd'", "'reward'"), one, "--reward_funcs=rewrd")
 
     monkeypatch.syspath_prepend(tmp_path)
     three = write("from base_of_a_test import *\nreward_funcs = ('length', 'reward')\n"
@@ -289,24 +281,24 @@ def test_a_panic_of_a_package_is_an_error(write):
     """Those of packages in Rust are no Exception."""
     cfg = load_settings([write("_Panic = type('PanicException', (BaseException,), {})\n"
                                "def texts(n, seed):\n    raise _Panic('slice index')\n")])
-    assert "slice index" in refusal(cfg.functions["texts"], 1, 2)
+    assert_refused("texts", cfg.functions["texts"], 1, 2)
 
 
 def test_a_named_function_that_raises_is_one_line(write):
     cfg = load_settings([write("tracin = 'target'\ndef target(*a):\n    raise KeyError('x')")])
-    assert "target raised KeyError" in refusal(cfg.functions["target"], 1, 2, 3)
+    assert_refused("target", cfg.functions["target"], 1, 2, 3)
 
 
 ANSWERED = "def environment(prompts, transcripts): pass"
-# a flag or the text of a config file | who asks | for which folder
+# a flag or the text of a config file | what asks | for which folder of extras/
 MISSING = f"""
---critic=True | critic = True | critic
---compile=True | compile = True | compiled
---debug_step=True | debug_step = True | step
---lora_rank=2 | lora_rank = 2 | lora
---policy=gpt2 | policy = 'gpt2': is no .pt file | hub
---judge=a/b:toxic | judge = 'a/b:toxic': is no .pt file | hub
-{ANSWERED} | a function environment | environment
+--critic=True | critic | critic
+--compile=True | compile | compiled
+--debug_step=True | debug_step | step
+--lora_rank=2 | lora_rank | lora
+--policy=gpt2 | policy | hub
+--judge=a/b:toxic | judge | hub
+{ANSWERED} | environment | environment
 tools = {{'twice': lambda text: 2 * text}} | tools | environment
 """
 
@@ -315,17 +307,14 @@ def test_what_asks_for_a_folder_that_is_not_here_is_one_line(write, tmp_path, mo
     monkeypatch.setattr(sys.modules["run.check"], "ROOT", str(tmp_path))
     for line in MISSING.strip().splitlines():
         asks, asked_by, folder = line.split(" | ")
-        message = refused(asks if asks.startswith("--") else write(asks))
-        assert message.startswith(asked_by), message
-        assert message.endswith(f"needs extras/{folder}, which is not here")
+        refuses((asked_by, f"extras/{folder}"), asks if asks.startswith("--") else write(asks))
     load_settings([write(ANSWERED), "--max_turns=0"])       # nobody asks
 
 
 def test_torchrun_without_its_folder_is_one_line(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setitem(sys.modules, "extras.torchrun", None)
-    message = refusal(runpy.run_path, f"{ROOT}/common/processes.py")
-    assert message == "torchrun needs extras/torchrun, which is not here"
+    assert "extras/torchrun" in refusal(runpy.run_path, f"{ROOT}/common/processes.py")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -354,8 +343,7 @@ def test_a_run_is_a_config(tmp_path):
 
 def test_functions_come_from_a_named_file_alone(write, tmp_path):
     folder = run_of(tmp_path, ["reward"])
-    message = refused(folder)
-    assert "RUN CONFIG.py" in message and "'reward'" in message
+    refuses("'reward'", folder)
     mine = write("beta = 0.9\n" + CONSTANT.format(1), "mine.py")
     for place, reward in ((mine, 1), (write(CONSTANT.format(2), "other.py"), 2)):
         cfg = load_settings([str(folder), place])
@@ -364,15 +352,12 @@ def test_functions_come_from_a_named_file_alone(write, tmp_path):
         assert cfg.functions["reward"]([], [""]) == [reward]
 
 
-def test_a_config_json_that_is_none(tmp_path):
-    for text, part in (("{", "JSON"), ("[]", "has no settings"), ("{}", "has no settings"),
-                       ('{"settings": {"speed": []}}', "another version"),
-                       ('{"settings": {}, "functions": [5]}', "needs [5]"),
-                       ('[' * 10 ** 6, "cannot be read as JSON"),
-                       ('{"settings": {"seed": "x"}}', "a whole number")):
-        (tmp_path / "config.json").write_text(text)
-        assert part in refused(tmp_path)
-        assert str(tmp_path) in refused(tmp_path)
+@pytest.mark.parametrize("text", [
+    "{", "[]", "{}", '{"settings": {"speed": []}}', '{"settings": {}, "functions": [5]}',
+    "[" * 10 ** 6, '{"settings": {"seed": "x"}}'], ids=lambda text: text[:40])
+def test_a_config_json_that_is_none(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    refuses(str(tmp_path), tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -395,6 +380,6 @@ def test_without_a_config_file_the_usage_is_shown(monkeypatch, capsys):
 
 
 def test_no_error_line_is_long(write):
-    assert len(refused(write(f"raise ValueError('x' * {10 ** 6})"))) <= 300
+    refuses("a.py", write(f"raise ValueError('x' * {10 ** 6})"))
     for digits in (320, 10 ** 5):
-        assert len(refused("--beta=" + "9" * digits)) <= 300
+        refuses("beta", "--beta=" + "9" * digits)

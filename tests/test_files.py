@@ -27,7 +27,7 @@ from data.weights import load_gpt, save_gpt
 from common.supervised import fit
 from common.script import BadInput, hash_of, interrupts, run_script, seed_for, shown
 from run.settings import Settings
-from worlds import random_gpt, random_ids, refusal
+from worlds import assert_refused, random_gpt, random_ids, refusal
 
 
 @pytest.mark.parametrize("error, seen", [
@@ -54,31 +54,31 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
         raise RuntimeError("PytorchStreamWriter failed\nsecond line")
 
     monkeypatch.setattr(torch, "save", full)
-    assert "a.pt: could not be written (the disk is full" in refusal(save_file, path, "run", x=1)
+    assert_refused("a.pt", save_file, path, "run", x=1)
     assert torch.equal(load_file(path, "run")["x"], torch.arange(3))
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
 def test_a_file_that_cannot_be_made_is_not_blamed_on_the_disk(tmp_path):
     said = refusal(save_file, f"{tmp_path}/{'x' * 250}.pt", "run")
-    assert "could not be written (File name too long)" in said
+    assert os.strerror(errno.ENAMETOOLONG) in said and "disk" not in said
 
 
 def test_a_broken_checkpoint_is_one_line(tmp_path):
     path = tmp_path / "cut.pt"
     for nothing in (path, tmp_path):
-        assert "no such file" in refusal(load_gpt, str(nothing))
+        assert_refused(str(nothing), load_gpt, str(nothing))
     save_gpt(str(path), random_gpt())
     data = path.read_bytes()
     ends = (0, 10, 1000, len(data) // 2, len(data) - 1)
     for content in (*(data[:n] for n in ends), b"not a checkpoint"):
         path.write_bytes(content)
         said = refusal(load_gpt, str(path))
-        assert "cut.pt: not a readable checkpoint" in said
-        assert "once this is deleted" not in said, "no run makes a policy again"
+        assert "cut.pt" in said
+        assert "delete" not in said, "no run makes a policy again"
     for content in ([1, 2], torch.zeros(3), dict(model=1), dict(kind="judge")):
         torch.save(content, path)
-        assert "where a checkpoint of kind 'policy' is needed" in refusal(load_gpt, str(path))
+        assert_refused(("cut.pt", "policy"), load_gpt, str(path))
 
 
 def test_a_shape_that_does_not_fit_the_weights_is_one_line(tmp_path):
@@ -93,7 +93,7 @@ def test_a_shape_that_does_not_fit_the_weights_is_one_line(tmp_path):
     cases.append((dict(block_size=10 ** 5), weights | {"wpe.weight": four_bytes}))
     for shape, tensors in cases:
         save_file(path, "policy", config=vars(model.config) | shape, model=tensors)
-        assert "odd.pt: damaged" in refusal(load_gpt, path), shape
+        assert_refused("odd.pt", load_gpt, path)
 
 
 def test_a_flipped_bit_is_found(tmp_path):
@@ -122,7 +122,7 @@ def test_a_compressed_file_is_refused(tmp_path):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as f:     # may be a bomb
         for name, content in parts.items():
             f.writestr(name, content)
-    assert "not a readable checkpoint" in refusal(load_file, path, "run")
+    assert_refused("a.pt", load_file, path, "run")
 
 
 def test_a_planted_link_is_not_written_through(tmp_path):
@@ -142,7 +142,7 @@ def test_code_in_a_file_is_not_run(tmp_path):
             return os.mkdir, (str(proof),)      # what pickle calls
 
     torch.save(dict(kind="policy", x=Evil()), tmp_path / "evil.pt")
-    assert "evil.pt" in refusal(load_file, f"{tmp_path}/evil.pt", "policy")
+    assert_refused("evil.pt", load_file, f"{tmp_path}/evil.pt", "policy")
     assert not proof.exists()
 
 
@@ -177,16 +177,15 @@ def test_json_and_rows_come_back(tmp_path):
 
 
 def test_rows_that_cannot_be_read_are_one_line(tmp_path):
-    for content, says in ((b"[" * 10 ** 6, "row 1"), (b"{}\n\xff", "line 2 is not UTF-8"),
-                          (b'{"a": 1}\n{"a":\n', "row 2 is not a JSON object")):
+    for content, place in ((b"[" * 10 ** 6, "row 1"), (b"{}\n\xff", "line 2"),
+                           (b'{"a": 1}\n{"a":\n', "row 2")):
         (tmp_path / "rows.jsonl").write_bytes(content)
-        said = refusal(read_rows, tmp_path / "rows.jsonl")
-        assert "rows.jsonl" in said and says in said
+        assert_refused(("rows.jsonl", place), read_rows, tmp_path / "rows.jsonl")
     os.mkfifo(tmp_path / "pipe.jsonl")
     os.symlink("/dev/zero", tmp_path / "endless.csv")
     for name in ("pipe.jsonl", "endless.csv"):
-        assert "no such file" in refusal(read_rows, tmp_path / name)
-    assert "must end in .txt, .csv or .jsonl" in refusal(read_rows, "/dev/zero")
+        assert_refused(name, read_rows, tmp_path / name)
+    assert_refused(("/dev/zero", ".jsonl"), read_rows, "/dev/zero")
 
 
 def test_half_a_last_line_of_a_log_is_left_out(tmp_path):
@@ -201,10 +200,10 @@ def test_half_a_last_line_of_a_log_is_left_out(tmp_path):
         done = whole[:cut].count(b"}")      # a row that lacks only its line end is whole
         assert read_log(log) == rows[:done], whole[:cut]
     log.write_bytes(b'{"a": 1}\n{"a":\n{"a": 3}\n')
-    assert "row 2 is not a JSON object" in refusal(read_log, log)
+    assert_refused("row 2", read_log, log)
     log.write_bytes(b'{"a": "\xff"}\n{}\n')
-    assert "row 1" in refusal(read_log, log)
-    assert "no such file" in refusal(read_log, tmp_path)
+    assert_refused("row 1", read_log, log)
+    assert_refused(str(tmp_path), read_log, tmp_path)
 
 
 def test_what_cannot_be_printed_has_a_name():
@@ -253,20 +252,20 @@ def test_a_partial_file_of_other_content_is_refused(tmp_path):
     muon, adam = (optimizer.state_dict() for optimizer in optimizers(model))
     partial = f"{tmp_path}/partial.pt"
 
-    def refused(step, state):
+    def refuses(step, state):
         states = [muon, adam | {"state": state}]
         save_file(partial, "partial", model=model.state_dict(), step=step, optimizers=states)
-        return refusal(train, partial)
+        assert_refused(partial, train, partial)
 
     for step in (-1, 9, "3", None):
-        assert "damaged" in refused(step, {}), step
-    assert "damaged" in refused(3, 1)
+        refuses(step, {})
+    refuses(3, 1)
     zeros = torch.zeros_like(model.wte.weight)
     whole = {"step": torch.ones(()), "exp_avg": zeros, "exp_avg_sq": zeros}
     for name in whole:
-        assert "damaged" in refused(3, {0: {k: x for k, x in whole.items() if k != name}}), name
+        refuses(3, {0: {k: x for k, x in whole.items() if k != name}})
     for moment in (torch.zeros(3), torch.zeros(()), torch.zeros(1, 1).expand_as(model.wte.weight)):
-        assert "damaged" in refused(3, {0: whole | {"exp_avg": moment}}), moment.shape
+        refuses(3, {0: whole | {"exp_avg": moment}})
 
 
 def test_the_rates_of_a_fit(tmp_path):
@@ -286,7 +285,7 @@ def test_the_rates_of_a_fit(tmp_path):
 def test_a_loss_that_is_not_finite_ends_a_fit(tmp_path):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(SystemExit, match="the loss of test became nan"):
+    with pytest.raises(SystemExit, match="test.* nan"):
         fit(model, [optimizer], lambda i: math.nan * model.bias.sum(), 2, f"{tmp_path}/p",
             "test")
 
@@ -297,7 +296,7 @@ def test_devices_and_precisions(monkeypatch):
         assert pick_device("cpu", threads) == cpu
         assert torch.get_num_threads() == threads
     for name in ("quantum", "meta", "cuda:99"):
-        assert f"device = '{name}': not on this machine" in refusal(pick_device, name)
+        assert_refused(("device", name), pick_device, name)
     for best in (torch.bfloat16, torch.float32):
         monkeypatch.setattr(common.device, "fast_dtype", lambda device: best)
         for device, auto in ((cpu, torch.float32), (gpu, best)):
@@ -362,10 +361,10 @@ def test_memory_is_known_and_a_slip_from_a_large_run(monkeypatch):
             n_layer=12, n_embd=768, max_completion_length=128, **knobs), cpu)
 
     checked()
-    assert "256000 rows, 256000 at once, n_layer = 12" in refusal(checked, num_prompts=32_000)
+    assert_refused(("256000", "n_layer"), checked, num_prompts=32_000)
     checked(num_prompts=32_000, decode_batch_size=64)
-    assert "rows, 64 at once" in refusal(    # the rollout itself has to be kept too
-        checked, num_prompts=3_200_000, decode_batch_size=64)
+    # the rollout itself has to be kept too
+    assert_refused("64", checked, num_prompts=3_200_000, decode_batch_size=64)
 
 
 GPT2 = dict(vocab_size=50257, n_layer=12, n_embd=768, num_generations=8, max_completion_length=128,
@@ -397,7 +396,6 @@ def test_influence_that_may_not_fit_is_announced(monkeypatch, capsys):
 
 
 def test_seeds_and_hashes():
-    assert seed_for(1, "rollout", 0) == 29435854404557282
     cases = [(1,), ("1",), (1, 2), (2, 1), (12,), (1, "rollout", 0), (1, "rows", 0)]
     assert len({seed_for(*case) for case in cases}) == len(cases)
     model = random_gpt()
@@ -473,7 +471,7 @@ def test_errors_become_exit_codes(error, code, text, capsys):
 
 
 def test_running_out_of_memory_is_one_line_and_other_errors_are_not():
-    with pytest.raises(SystemExit, match="stopped: out of memory .*; lower micro_batch_size"):
+    with pytest.raises(SystemExit, match="out of memory.*micro_batch_size"):
         run_script(lambda argv: torch.empty(2 ** 57))
     with pytest.raises(RuntimeError, match="odd"):
         run_script(raising(RuntimeError("odd")))
@@ -521,16 +519,6 @@ def test_output_that_nobody_reads_or_that_finds_no_room():
         assert re.fullmatch(f"stopped: .*{reason}.*\n", done.stderr)
 
 
-def test_files_are_on_the_disk_before_they_are_renamed(tmp_path, monkeypatch):
-    done = []
-    rename = os.replace
-    monkeypatch.setattr(os, "fsync", lambda number: done.append(os.fstat(number).st_ino))
-    monkeypatch.setattr(os, "replace", lambda a, b: (done.append("rename"), rename(a, b)))
-    save_file(f"{tmp_path}/a.pt", "run", x=1)
-    file, folder = (os.stat(path).st_ino for path in (tmp_path / "a.pt", tmp_path))
-    assert done == [file, "rename", folder]
-
-
 @pytest.mark.parametrize("number, is_refused", [
     (errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True), (errno.ENOSPC, True)])
 def test_a_disk_that_cannot_be_waited_for_serves_and_a_broken_one_does_not(
@@ -538,12 +526,15 @@ def test_a_disk_that_cannot_be_waited_for_serves_and_a_broken_one_does_not(
     def fails(_):
         raise OSError(number, os.strerror(number))
 
+    path = f"{tmp_path}/a.pt"
+    save_file(path, "run", x=0)
     monkeypatch.setattr(os, "fsync", fails)
     if is_refused:
-        assert os.strerror(number) in refusal(save_file, f"{tmp_path}/a.pt", "run", x=1)
+        assert_refused(("a.pt", os.strerror(number)), save_file, path, "run", x=1)
     else:
-        save_file(f"{tmp_path}/a.pt", "run", x=1)
-        assert load_file(f"{tmp_path}/a.pt", "run")["x"] == 1
+        save_file(path, "run", x=1)
+    found = load_file(path, "run")["x"]
+    assert found == (0 if is_refused else 1), "what may not be on the disk has replaced what is"
 
 
 SPY = """

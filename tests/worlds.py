@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 import grpo
 from common.files import ROOT, read_rows
+from common.script import BadInput
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from model import GPT, GPTConfig
@@ -373,13 +374,22 @@ def assert_near(found, expected, atol=1e-5):
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
-def refusal(function, *args, **kwargs):
-    """The one line with which a function refuses: of a BadInput, another ValueError, SystemExit."""
-    with pytest.raises((SystemExit, ValueError)) as caught:
+def refusal(function, *args, error=(SystemExit, ValueError), **kwargs):
+    """The one line with which a function refuses."""
+    with pytest.raises(error) as caught:
         function(*args, **kwargs)
     text = str(caught.value)
     assert text and "\n" not in text.strip(), f"more than one line: {text}"
+    assert len(text) <= 300, f"a line of {len(text)} characters: {text}"
     return text
+
+
+def assert_refused(names, function, *args, **kwargs):
+    """Bad input ends a command with exit code 2 and one line that names the thing: a setting, a
+    file, a function or a value, or each of several. What else the line says is free."""
+    text = refusal(function, *args, error=BadInput, **kwargs)       # exit code 2
+    for name in [names] if isinstance(names, str) else names:
+        assert name in text, f"the line does not name {name}: {text}"
 
 
 def skip_without(extra):
