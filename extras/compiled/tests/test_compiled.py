@@ -175,9 +175,12 @@ def raising(*args):
     raise RuntimeError("no compiler\nhere")
 
 
-def failing_after(calls):
-    """In place of torch.compile: the function as it is, which raises after so many calls."""
+def failing_after(calls, kind=object):
+    """In place of torch.compile: the function as it is, which raises after so many calls, if it is
+    of this kind."""
     def compile(function, **how):
+        if not isinstance(function, kind):
+            return function
         left = iter(range(calls))
 
         def call(*args):
@@ -260,7 +263,9 @@ def test_a_backward_that_cannot_be_compiled_is_noticed_before_training(monkeypat
     assert setup.policy.weight.grad is not None
 
 
-@pytest.mark.parametrize("compile", [failing_after(0), failing_after(9)])
+@pytest.mark.parametrize("compile", [
+    failing_after(0), failing_after(40), failing_after(4, nn.Module)],
+    ids=["in the check", "while sampling", "in training"])
 def test_a_compiler_that_fails_is_turned_off_and_the_run_goes_on(
         run_grpo, tmp_path, monkeypatch, compile):
     plain = tmp_path / "plain"
