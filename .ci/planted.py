@@ -93,10 +93,13 @@ STEP = of(
      "for mini in rows.split(cfg.mini_batch_size or N)[:1]:"),
     ("reference follows backwards", "r.lerp_(p, alpha)", "r.lerp_(p, 1 - alpha)"),
     ("entropies of the sampler in every step", "    if not fresh:\n", "    if False:\n"),
-    ("biases decay", '{"params": vectors, "weight_decay": 0.0}',
-     '{"params": vectors, "weight_decay": cfg.weight_decay}'),
     ("truncated completions learned from", "loss_mask & rollout.ended[:, None]", "loss_mask"),
     ("entropy bonus is a fine", "loss.entropy = -cfg", "loss.entropy = cfg"))
+
+STEP += of(
+    "run/optimizer.py", "test_step.py",
+    ("biases decay", '{"params": vectors, "weight_decay": 0.0}',
+     '{"params": vectors, "weight_decay": cfg.weight_decay}'))
 
 NETWORK = of(
     "model.py", "test_algorithm.py",
