@@ -145,11 +145,11 @@ def test_the_held_out_reward_is_that_of_the_evaluation(run, kind):
     assert "40 completions of 4 held-out prompts" in other
 
 
-def test_a_judge_and_a_function_are_explained(grpo, tmp_path):
+def test_a_judge_and_a_function_are_explained(run_grpo, tmp_path):
     config = tmp_path / "mine.py"
     config.write_text(JUDGED)
     folder = f"{tmp_path}/judged"
-    grpo(folder, config, "--max_iters=2", "--learning_rate=1e-3")
+    run_grpo(folder, config, "--max_iters=2", "--learning_rate=1e-3")
     first, last = read_rows(f"{folder}/eval.jsonl")
     _, found = told_of_reward(folder, "--target=eval_judge", "--hessian=False")
     clean = first["eval_judge/toxicity"] - last["eval_judge/toxicity"]
