@@ -196,7 +196,11 @@ def check_scale(cfg):
 
 
 def check_critic(cfg):
-    if not cfg.critic and cfg.num_generations == 1:
+    own = "advantage" in cfg.functions
+    if own and (cfg.critic or cfg.kl_in_reward):
+        raise BadInput("advantage: the config file's function decides alone: set critic = False "
+                       "and kl_in = 'loss'")
+    if not cfg.critic and not own and cfg.num_generations == 1:
         raise BadInput("num_generations = 1: must be at least 2, since the group is the baseline; "
                        "or set critic = True")
     by_group = (cfg.importance_sampling_level == "sequence" or cfg.zero_std_groups != "keep"
@@ -217,7 +221,8 @@ def check_influence(cfg):
         raise BadInput("loss_type = 'bnpo' with influence and num_iterations > 1: take dapo")
     one_step = cfg.mini_batch_size in (0, cfg.num_prompts * cfg.num_generations)
     # what is scored is then a multiple of the rollout's log-prob
-    is_multiple = one_step and cfg.top_entropy_quantile == 1 and not cfg.critic
+    by_token = cfg.critic or "advantage" in cfg.functions      # which may return one for each token
+    is_multiple = one_step and cfg.top_entropy_quantile == 1 and not by_token
     knows_part = cfg.tracin in ("off", "self") or is_multiple
     if cfg.tracin_leave_one_out and (cfg.tracin_val_prompts or not knows_part):
         raise BadInput("tracin_leave_one_out = True: a rollout's own part is known only with "

@@ -30,6 +30,8 @@ def problems_of_rewards(m, cfg, groups):
     if math.isnan(m["reward"]):
         yield "reward", "no reward function scored any completion: all returned None"
         return
+    if "advantage" in cfg.functions:
+        return      # rewards need not teach
     if len(cfg.reward_funcs or ()) > 1:
         for name in cfg.reward_funcs:
             if m[f"rewards/{name}/std"] == 0:

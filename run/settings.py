@@ -5,9 +5,9 @@ Every setting, documented once, and the reader of config files and flags.
 
 A config file is Python that assigns names of Settings. Names that begin with _ and imported modules
 are ignored. A function (prompts, completions) that returns one number per completion can be a
-reward. Functions with a fixed name: reward, target, weigh (tracin.py), choose, questions
-(data/prompts.py), optimizer (run/optimizer.py), texts (pretrain.py), environment and the table
-`tools` (extras/environment). What they may ask for: docs/doors.md.
+reward. Functions with a fixed name: reward, advantage (grpo.py), target, weigh (tracin.py), choose,
+questions (data/prompts.py), optimizer (run/optimizer.py), texts (pretrain.py), environment and the
+table `tools` (extras/environment). What they may ask for: docs/doors.md.
 
 The folder of a run is a config too: its config.json has all settings. It may be a stranger's, so
 functions come only from a config file that is named beside it.
@@ -249,7 +249,7 @@ HINTS = {name: hint for name, hint in typing.get_type_hints(Settings).items()
          if name not in ("functions", "source")}
 DEFINED_HERE = "config file"    # the module of its functions
 # functions that are used by their name alone
-GIVEN = ("target", "weigh", "texts", "questions", "choose", "optimizer")
+GIVEN = ("target", "weigh", "texts", "questions", "choose", "advantage", "optimizer")
 
 
 def load_settings(argv):

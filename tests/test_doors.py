@@ -343,3 +343,24 @@ def test_best_of_n_imitates_the_best():
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(
         loss, other.trained, materialize_grads=True)])
     assert torch.allclose(step, expected, atol=1e-6), "not the gradient of the best completions"
+
+
+# ------------------------------------------------------------------------------------------------
+# which advantage
+
+
+def test_the_example_of_leave_one_out_advantages():
+    """A rollout beside the mean of the others: G / (G - 1) times (r - mean)."""
+    (names,) = examples("advantage")
+    cfg = with_function("advantage", names["advantage"])
+    batch = collect(setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS), WORD_PROMPTS, cfg, 1)
+    expected = 4 / 3 * group_advantages(batch.rewards, 4, "none")
+    assert batch.advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("returned", [
+    None, [1.0] * 16, torch.ones(15), torch.full((16,), math.nan), torch.ones(16, 3)])
+def test_what_is_no_advantage_is_refused_before_training(returned):
+    cfg = with_function("advantage", lambda batch: returned)
+    found = refusal(try_functions, cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
+    assert found.startswith("advantage")

@@ -1,0 +1,50 @@
+"""
+On-policy distillation (Agarwal et al. 2024, arXiv 2306.13649; Lu, Thinking Machines, 2025): the
+student writes, and a teacher says how likely each of its tokens should have been.
+
+    from extras.distill import of_teacher
+    advantage = of_teacher("out/toxicity")      # in a config file: a run, a .pt file, or a
+                                                # published model of the same tokens
+
+The advantage of a token is log p(teacher) - log p(student) as it was sampled: minus the reverse KL,
+token by token, of one sample. Its policy gradient is that of KL(student, teacher) at each token.
+"""
+from dataclasses import replace
+
+import grpo
+from common.script import BadInput
+from run.policy import load_policy
+
+
+def load_teacher(name, setup, cfg):
+    """The teacher, frozen, on the student's device. BadInput where its tokens are others."""
+    teacher, tokenizer = load_policy(replace(cfg, policy=name, chat_template_kwargs=None))
+    if teacher is None:
+        raise BadInput(f"teacher {name!r}: must be a run, a .pt file or a published model")
+    config = teacher.config
+    student = setup.policy.config
+    texts = [prompt.text for prompt in setup.prompts[:50]]
+    cut = [[t.encode_ordinary(text) for text in texts] for t in (tokenizer, setup.tokenizer)]
+    if config.vocab_size != student.vocab_size or cut[0] != cut[1]:
+        raise BadInput(f"teacher {name!r}: cuts text into other tokens than the policy does "
+                       f"({config.vocab_size} and {student.vocab_size} tokens): take one of the "
+                       "same tokenizer")
+    if config.block_size < cfg.block_size:
+        raise BadInput(f"teacher {name!r}: has block_size = {config.block_size}, fewer positions "
+                       f"than block_size = {cfg.block_size}")
+    return teacher.to(setup.device).eval().requires_grad_(False)
+
+
+def of_teacher(name, coef=1.0):
+    """advantage(batch, setup, cfg) for a config file: coef * (log p(teacher) - log p(student)) of
+    every sampled token (N, T). The teacher is loaded at the first call."""
+    loaded = []
+
+    def advantage(batch, setup, cfg):
+        if not loaded:
+            loaded.append(load_teacher(name, setup, cfg))
+        taught = replace(setup, reference_fn=loaded[0])
+        teacher_logp = grpo.reference_logprobs(taught, batch.rollout, cfg)              # (N, T)
+        return coef * (teacher_logp - batch.rollout.logp)
+
+    return advantage
