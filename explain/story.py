@@ -271,7 +271,7 @@ def main(argv):
     smooth = smoothness(setup, cfg, states, taken, seed_for("smoothness"))
 
     about = f"{folder}, iterations {since + 1} to {end}: {target.about}. {told.ABOUT}"
-    lines = [*note, told.say_smooth(smooth, SMOOTH)]
+    lines = [*note, told.say_smooth(smooth, SMOOTH, target.rollouts > 0)]
     cards = {}
     tables = []
     figure = ""

@@ -353,19 +353,22 @@ def cards_of(story, setup, cfg, states, directions, by_effect):
 
 
 ABOUT = ("A rollout's share is what it gave of the change; shares add up, single ones may be large "
-         "and cancel. Lists are in the order of what the number would be at the end without a "
-         "rollout, by a derivative through the whole run.")
+         "and cancel. What the number would be at the end without a rollout is another question, "
+         "answered by a derivative through the whole run.")
 TINT = "part in that"
 
 
-def say_smooth(smooth, bound):
-    """How far single rollouts can be trusted."""
-    if smooth >= bound:
-        return (f"The run is smooth ({smooth:.2f}; 1: smooth, 0: chance): small changes of its "
-                "rollouts change it as predicted, and so the order of the lists can be trusted.")
-    return (f"The run is rough ({smooth:.2f}; 1: smooth, 0: chance): what it would be without a "
-            "rollout cannot be predicted. The lists are by share, and single shares cancel: trust "
-            "the sums.")
+def say_smooth(smooth, bound, is_sampled):
+    """How far single rollouts can be trusted. is_sampled: the number is a mean of samples."""
+    if smooth < bound:
+        return (f"The run is rough ({smooth:.2f}; 1: smooth, 0: chance): what it would be without "
+                "a rollout cannot be predicted. The lists are by share, and single shares cancel: "
+                "trust the sums.")
+    text = (f"The run is smooth ({smooth:.2f}; 1: smooth, 0: chance): small changes of its "
+            "rollouts change it nearly as predicted, and the lists are in the order of the prediction.")
+    if is_sampled:
+        text += " Of a reward that order is uncertain and has no size: trust the sums first."
+    return text
 
 
 def lines_of(story):
