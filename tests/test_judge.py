@@ -21,7 +21,7 @@ from model import GPTConfig
 from common.files import load_file
 from data.weights import save_gpt
 from run.settings import load_settings
-from worlds import assert_near, refusal, seed_of
+from worlds import assert_near, assert_refused, seed_of
 
 CPU = torch.device("cpu")
 
@@ -125,8 +125,7 @@ def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
     broken = Scorer(scorer.config)
     torch.nn.init.constant_(broken.score.weight, math.nan)
     save_gpt(f"{tmp_path}/judge.pt", broken, "judge")
-    message = refusal(load_judge(f"{tmp_path}/judge.pt"), ["hello you"])
-    assert all(part in message for part in ("judge.pt", "'hello you'", "nan"))
+    assert_refused(("judge.pt", "hello you"), load_judge(f"{tmp_path}/judge.pt"), ["hello you"])
 
 
 def test_interrupted_training_goes_on_to_the_same_weights_and_report(
@@ -159,8 +158,7 @@ def test_interrupted_training_goes_on_to_the_same_weights_and_report(
 def test_comments_that_cannot_teach_are_refused():
     clean, toxic = ("a cat", 0.0), ("grumble", 1.0)
     for comments, held_out in (([clean, toxic], [clean]), ([], [clean, toxic])):
-        said = refusal(train_judge, "judge.pt", "judge_a", comments, held_out, 1, CPU)
-        assert "needs both labels" in said
+        assert_refused("judge_a", train_judge, "judge.pt", "judge_a", comments, held_out, 1, CPU)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -199,8 +197,7 @@ def test_a_reward_that_returns_something_else_is_named():
     for values in (None, 3, [1], [1, 2, 3], ["a", "b"], [math.inf, 1], [math.nan, 1],
                    [[1], [2]], {1: 2, 3: 4}, torch.ones(2, 2), ["1", "2"], "12", b"xy",
                    [1e20, 1], [10 ** 400, 1], map(float, ("inf", "1"))):
-        said = refusal(score, {"r": lambda completions: values}, ASKED, ANSWERS)
-        assert "reward 'r' returned" in said
+        assert_refused("reward 'r'", score, {"r": lambda completions: values}, ASKED, ANSWERS)
 
 
 def test_a_judge_that_runs_out_of_memory_is_called_once_and_blames_no_reward():
@@ -234,16 +231,15 @@ def test_a_reward_may_do_as_it_likes(tmp_path):
 
 
 def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():
-    for reward, says in ((lambda p, c: [], "must take (prompts, completions), by these names"),
-                         (lambda completions, colour: [], "asks for the column 'colour'"),
-                         (lambda *texts: [], "must take (prompts, completions), by these names"),
-                         (lambda completions, /: [], "positional-only"),
-                         (lambda completions, colour: [], "'answer', 'level', 'text'")):
-        assert says in refusal(score, {"r": reward}, ASKED, ANSWERS)
+    for reward, names in ((lambda p, c: [], ("prompts", "completions")),
+                          (lambda *texts: [], ("prompts", "completions")),
+                          (lambda completions, /: [], "completions"),
+                          (lambda completions, colour: [], ("colour", "answer", "level", "text"))):
+        assert_refused(names, score, {"r": reward}, ASKED, ANSWERS)
     cfg = SimpleNamespace(reward_funcs=("r", "judge"), tracin_val_reward=None,
                           functions={"r": by_column})
     later = [*ASKED * 9, Prompt("odd", [1], {"text": "odd"})]     # not among those that are tried
-    assert "the prompt 'odd'" in refusal(try_rewards, cfg, later)
+    assert_refused("'odd'", try_rewards, cfg, later)
 
 
 def test_what_a_reward_does_to_its_columns_stays_with_its_row():
@@ -314,8 +310,7 @@ def test_a_reward_asks_for_what_the_step_knows_and_is_told_what_only_trl_has(cap
         exec(f"def needs(completions, {name}): return [0] * len(completions)\n"
              f"def may(completions, {name}=None): return [0] * len(completions)", names)
         cfg.functions = {"r": names["needs"]}
-        said = refusal(try_rewards, cfg, ASKED)
-        assert name in said and "TRL" in said and "completion_ids" in said and "add it" not in said
+        assert_refused((name, "TRL", "completion_ids"), try_rewards, cfg, ASKED)
         cfg.functions = {"r": names["may"]}
         capsys.readouterr()
         try_rewards(cfg, ASKED)
@@ -328,9 +323,9 @@ def test_a_reward_that_fails_names_the_example_and_shows_its_own_lines():
 
     with pytest.raises(ValueError) as caught:
         score({"r": reward}, ASKED * 2, ["four", "five", "x", "six"])
-    assert "raised ZeroDivisionError: division by zero, for" in str(caught.value)
-    assert "for the prompt '2 + 2 =' and completion 'x'" in str(caught.value)
+    for name in ("'r'", "ZeroDivisionError", "'2 + 2 ='", "'x'"):
+        assert name in str(caught.value)
     note = caught.value.__notes__[0]
     assert "len(text) - 1" in note
     assert "judge/rewards.py" not in note
-    assert "SystemExit" in refusal(score, {"r": lambda completions: exit(3)}, ASKED, ANSWERS)
+    assert_refused("SystemExit", score, {"r": lambda completions: exit(3)}, ASKED, ANSWERS)
