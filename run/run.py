@@ -33,9 +33,21 @@ def reward_of(row, cfg):
     return sum(weight * x for weight, x in zip(counted.values(), found))
 
 
-def print_verdict(rows, cfg):
+def clip_hint(metrics):
+    """Words about the clip, where it has held back more than a hundredth of the tokens. metrics:
+    rows of metrics.jsonl."""
+    names = ("clip_ratio/region_mean", "cispo_clip_ratio")
+    shares = [row[name] for row in metrics for name in names if row.get(name) is not None]
+    share = sum(shares) / max(1, len(shares))
+    if share <= 0.01:
+        return ""
+    return (f"the clip held back {share:.0%} of the tokens: lower learning_rate or widen epsilon "
+            "first; ")
+
+
+def print_verdict(rows, cfg, metrics=()):
     """Says whether the reward rose by cfg.expect_rise from the first evaluation to the last. Ends
-    the run with exit code 1 if it did not."""
+    the run with exit code 1 if it did not. metrics: rows of metrics.jsonl."""
     before = reward_of(rows[0], cfg)
     after = reward_of(rows[-1], cfg)
     if after - before >= cfg.expect_rise:
@@ -43,8 +55,8 @@ def print_verdict(rows, cfg):
         return
     raise SystemExit(
         f"verdict: does not work, the reward went from {before:.3f} to {after:.3f} where it must "
-        f"rise by {cfg.expect_rise:g}; `python -m pytest tests/test_algorithm.py` names classic "
-        "mistakes, --debug_step=True prints every number of a step")
+        f"rise by {cfg.expect_rise:g}; {clip_hint(metrics)}`python -m pytest "
+        "tests/test_algorithm.py` names classic mistakes, --debug_step=True prints every number of a step")
 
 
 def sample_row(it, batch, i, cfg):
@@ -321,6 +333,6 @@ class Run:
         self.tell_wandb("finish")
         try:
             if self.cfg.expect_rise:
-                print_verdict(rows, self.cfg)
+                print_verdict(rows, self.cfg, read_log(f"{self.folder}/metrics.jsonl"))
         finally:    # a run that was killed before this prints the table when it is started again
             write_run_config(self.folder, self.cfg, self.setup.device, is_printed=True)

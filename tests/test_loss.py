@@ -5,6 +5,7 @@ Python. test_algorithm.py is the short version, for reading.
 import itertools
 import math
 import statistics
+import typing
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from grpo import decoupled_advantages, group_advantages, kl_estimate, total_rewa
 from run.settings import Settings
 from worlds import assert_near, generator_of, gradient, loss_of_rows
 
-LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
-LEVELS = ("token", "sequence")
+# every value of the setting, so that a new one is tested without a word here
+HINTS = typing.get_type_hints(Settings)
+LOSSES = typing.get_args(HINTS["loss_type"])
+LEVELS = typing.get_args(HINTS["importance_sampling_level"])
 NAN, INF = math.nan, math.inf
 
 
@@ -385,3 +388,49 @@ def test_no_log_ratio_overflows(loss_type, level):
                 assert not slope.any(), "a token that is clipped, or has no advantage, moves"
             if now > before and A < 0 and loss_type != "sapo":
                 assert (slope > 0).all(), "a token that should become less likely does not"
+
+
+@pytest.mark.parametrize("loss_type, expected, of_rows", [
+    ("dapo", .15, (0, .3, -.25, .1)), ("cispo", .15, (0, .3, -.25, .1)),
+    ("grpo", .25, (0, .25, -.125, .125)), ("dr_grpo", .075, (0, .15, -.125, .05))])
+def test_truncated_rows_count_in_no_divisor_of_tokens(loss_type, expected, of_rows):
+    """Rows of 6, 3, 5 and 2 tokens; the first is truncated and carries no loss. Log-probs are -1
+    and the ratio 1, so the loss of a token is minus its row's advantage."""
+    lengths = torch.tensor([6, 3, 5, 2])
+    mask = torch.arange(6) < lengths[:, None]
+    mask[0] = False
+    advantages = torch.tensor([7.0, -1.0, .5, -.5], dtype=torch.float64)
+    logp = torch.full((4, 6), -1.0, dtype=torch.float64)
+
+    def loss_of(rows):
+        knobs = dict(epsilon_high=5.0) if loss_type == "cispo" else dict()
+        x = logp[rows].requires_grad_()
+        loss = loss_of_rows(x, logp[rows], advantages[rows], mask[rows], num_rows=4,
+                            num_tokens=10, loss_type=loss_type, max_completion_length=5, **knobs)
+        return gradient(loss.total, [x]).sum()
+
+    # the gradient of a token is minus its row's advantage over the divisor, in every type
+    found = [float(loss_of([i])) for i in range(4)]
+    assert found == pytest.approx(of_rows, abs=1e-9)
+    assert sum(found) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("loss_type", ("grpo", "dapo"))
+def test_a_sequence_ratio_with_holes_in_its_mask(loss_type):
+    """Written out in float64, under a random mask; no token outside it has a gradient."""
+    g = generator_of(6)
+    old, step = torch.randn(2, 5, 9, generator=g, dtype=torch.float64)
+    mask = torch.rand(5, 9, generator=g) < .6
+    mask[:, 0] = True
+    advantages = torch.tensor([1.0, -.5, .3, -1.2, .8], dtype=torch.float64)
+    logp = (old + .3 * step).requires_grad_()
+    loss = loss_of_rows(logp, old, advantages, mask, loss_type=loss_type,
+                        importance_sampling_level="sequence").total
+    total = 0.0
+    for i in range(5):
+        tokens = mask[i].nonzero()[:, 0].tolist()
+        ratio = math.exp(float((logp - old).detach()[i, tokens].mean()))
+        objective = min(ratio * advantages[i], min(max(ratio, .8), 1.2) * advantages[i])
+        total -= objective / 5 if loss_type == "grpo" else objective * len(tokens) / int(mask.sum())
+    assert float(loss.detach()) == pytest.approx(float(total), abs=1e-9)
+    assert not gradient(loss, [logp])[~mask.flatten()].any()

@@ -1,6 +1,7 @@
 """The numbers of an iteration beside plain Python, their names, and what ends a run."""
 import math
 from statistics import mean, stdev
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import tracin
 from run import metrics
 from common.guards import logp_error
 from run.metrics import batch_metrics, rollout_toxicity
+from run.settings import Settings
 from worlds import (
     forward, generator_of, gradient, letters, mean_token, number_gpt, refusal, settings, setup_of,
     shaken, world)
@@ -57,7 +59,7 @@ def by_hand(setup, batch, cfg):
 
 
 LOSSES = [
-    *(dict(loss_type=name) for name in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")),
+    *(dict(loss_type=name) for name in get_args(get_type_hints(Settings)["loss_type"])),
     dict(importance_sampling_level="sequence", loss_type="grpo"), dict(beta=0.1),
     dict(importance_sampling_level="sequence", loss_type="grpo", beta=0.1),
     dict(use_bias_correction_kl=False, beta=0.1),
@@ -350,3 +352,15 @@ def test_toxicity_is_of_all_rollouts_in_every_iteration():
     assert rollout_toxicity(batch, setup) == {}, "that is the judge of the reward"
     setup.judges = {"eval_judge": judge}
     assert rollout_toxicity(batch, setup) == {"eval_judge/toxicity": pytest.approx(5 / 8)}
+
+
+def test_a_function_that_knows_no_row_is_null_in_that_iteration_alone():
+    """Two tasks: each function abstains on the other's rows."""
+    cfg = settings({"words": lambda completions: [None] * len(completions), "sums": letters},
+                   weights=(1.0, 1.0))
+    _, batch = world(cfg)
+    m = batch_metrics(batch, cfg)
+    assert math.isnan(m["rewards/words/mean"])
+    assert m["rewards/sums/mean"] == pytest.approx(mean(batch.scores[:, 1].tolist()))
+    assert m["reward"] == pytest.approx(m["rewards/sums/mean"])
+    assert batch.advantages.isfinite().all() and batch.advantages.any()

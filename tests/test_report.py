@@ -12,9 +12,9 @@ from run import report
 from common.supervised import Progress
 from run.flags import notes, problems, problems_of_evaluation
 from run.report import StepLog, print_iteration, print_warnings
-from run.run import reward_of
+from run.run import print_verdict, reward_of
 from run.settings import Settings
-from worlds import printed
+from worlds import printed, refusal
 
 CPU = torch.device("cpu")
 
@@ -51,6 +51,16 @@ def test_a_function_of_weight_0_has_no_part_in_the_verdict():
     for watched in (math.nan, None, 1e9):
         row = {"rewards/a": 0.5, "rewards/watched": watched}
         assert reward_of({k: x for k, x in row.items() if x is not None}, cfg) == 1.0
+
+
+def test_a_verdict_knows_that_a_clip_is_on():
+    cfg = Settings(reward_funcs=("a",), reward_weights=(1.0,), expect_rise=0.3)
+    rows = [{"rewards/a": 0.1}, {"rewards/a": 0.2}]
+    for name, share in (("clip_ratio/region_mean", 0.3), ("cispo_clip_ratio", 0.3),
+                        ("clip_ratio/region_mean", 0.0), ("loss", 0.3)):
+        metrics = [{name: share}, {name: None}]
+        assert ("clip" in refusal(print_verdict, rows, cfg, metrics)) == (
+            share > 0 and "clip" in name), "it blames the clip, or does not, without reason"
 
 
 def test_the_numbered_lines_have_times_scores_and_losses(clock, capsys):

@@ -257,3 +257,23 @@ def test_a_run_goes_on_where_it_stopped_and_is_explained(run_grpo, tmp_path):
 
 def test_the_config_file_loads():
     assert load_settings([f"{ROOT}/extras/critic/config/toxicity_ppo.py"]).critic
+
+
+def test_advantages_skip_the_environments_tokens_by_hand():
+    """Four own tokens with four forced ones among and behind them, where values are garbage; the
+    reward of 0.6 is given at the last own token."""
+    own = torch.tensor([[True, False, True, True, False, False, True, False]])
+    values = torch.tensor([[.1, 100, .2, .3, -50, 7, .4, 9]])
+    rewards = torch.tensor([[0, 0, 0, 0, 0, 0, .6, 0]])
+    V = [.1, .2, .3, .4, 0]
+    for gamma in (0, .9, 1):
+        for lam in (0, .95, 1):
+            found = gae(rewards, values, own, gamma, lam)
+            expected = [0.0] * 4
+            later = 0.0
+            for t in reversed(range(4)):
+                delta = (.6 if t == 3 else 0) + gamma * V[t + 1] - V[t]
+                later = delta + gamma * lam * later
+                expected[t] = later
+            assert found[own].tolist() == pytest.approx(expected, abs=1e-6)
+            assert not found[~own].any()
