@@ -55,8 +55,9 @@ def print_verdict(rows, cfg, metrics=()):
         return
     raise SystemExit(
         f"verdict: does not work, the reward went from {before:.3f} to {after:.3f} where it must "
-        f"rise by {cfg.expect_rise:g}; {clip_hint(metrics)}`python -m pytest "
-        "tests/test_algorithm.py` names classic mistakes, --debug_step=True prints every number of a step")
+        f"rise by {cfg.expect_rise:g}; {clip_hint(metrics)}"
+        "`python -m pytest tests/test_algorithm.py` names classic mistakes, --debug_step=True "
+        "prints every number of a step")
 
 
 def sample_row(it, batch, i, cfg):
