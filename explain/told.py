@@ -365,7 +365,8 @@ def say_smooth(smooth, bound, is_sampled):
                 "a rollout cannot be predicted. The lists are by share, and single shares cancel: "
                 "trust the sums.")
     text = (f"The run is smooth ({smooth:.2f}; 1: smooth, 0: chance): small changes of its "
-            "rollouts change it nearly as predicted, and the lists are in the order of the prediction.")
+            "rollouts change it nearly as predicted, and the lists are in the order of the "
+            "prediction.")
     if is_sampled:
         text += " Of a reward that order is uncertain and has no size: trust the sums first."
     return text
