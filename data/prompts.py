@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from common.files import ending_of, read_rows
+from common.processes import all_gather
 from common.script import BadInput, asked_for, seed_for, shown
 from data.comments import as_text, field_of
 from data.tokenizer import special_tokens
@@ -181,7 +182,10 @@ def draw_prompts(prompts, it, num_prompts, seed):
 
 
 def note_rewards(seen, prompts, batch, cfg):
-    """Adds the rewards of a Batch, group by group, to {index of its prompt: [rewards, ...]}."""
+    """Adds the rewards of a Batch, group by group, to {index of its prompt: [rewards, ...]}, where
+    a function `choose` asks for them."""
+    if "choose" not in cfg.functions:
+        return
     index = {id(prompt): i for i, prompt in enumerate(prompts)}
     groups = batch.rewards.view(-1, cfg.num_generations).tolist()
     for prompt, rewards in zip(batch.prompts[::cfg.num_generations], groups):
@@ -201,13 +205,15 @@ def choose_prompts(prompts, seen, it, cfg):
         random      a random.Random of this iteration, so that a repeated run draws the same
     """
     offered = dict(
-        prompts=[prompt.text for prompt in prompts],
-        rows=[copy.deepcopy(prompt.row) for prompt in prompts],
+        prompts=[prompt.text for prompt in prompts], rows=None,
         rewards=[[list(group) for group in seen.get(i, [])] for i in range(len(prompts))],
         n=cfg.num_prompts, iteration=it + 1,
         random=random.Random(seed_for(cfg.seed, "choose", it)))
     choose = cfg.functions["choose"]
-    chosen = choose(**asked_for("choose", choose, offered))
+    given = asked_for("choose", choose, offered)
+    if "rows" in given:     # copies, which take a while for many prompts
+        given["rows"] = [copy.deepcopy(prompt.row) for prompt in prompts]
+    chosen = choose(**given)
     try:
         indices = [operator.index(i) for i in chosen]
     except TypeError as e:
@@ -215,4 +221,5 @@ def choose_prompts(prompts, seen, it, cfg):
     if len(indices) != cfg.num_prompts or not all(0 <= i < len(prompts) for i in indices):
         raise BadInput(f"choose returned {shown(indices)}: must be num_prompts = {cfg.num_prompts} "
                        f"indices from 0 to {len(prompts) - 1}")
+    indices = all_gather([indices])[0]      # of rank 0, should a set be ordered otherwise elsewhere
     return [prompts[i] for i in indices]

@@ -155,6 +155,7 @@ class Run:
         else:
             set_random_state(self.random)
             self.setup.target_average.age, self.setup.target_average.total = self.average
+            self.setup.seen = self.seen
             self.save(self.done)
             reason = f"saved after iteration {self.done}; the same command continues"
         raise KeyboardInterrupt(f"{reason} (meanwhile: {shown(str(error), 120)})") from error
@@ -165,6 +166,7 @@ class Run:
         self.random = random_state()
         average = self.setup.target_average
         self.average = average.age, average.total
+        self.seen = {i: list(groups) for i, groups in self.setup.seen.items()}
 
     def step_begins(self, *_):
         """Called by the optimizer."""

@@ -3,6 +3,7 @@ does what it says, goes on after a stop with the same bits, and is refused by na
 work. The examples are those of docs/doors.md."""
 import json
 import math
+import signal
 from dataclasses import replace
 
 import pytest
@@ -122,6 +123,32 @@ def test_choose_is_told_of_groups_that_were_replaced():
     collect_iteration(setup, 0, cfg)
     collect_iteration(setup, 1, cfg)
     assert sum(map(len, told[1])) == 3 * 4, "4 groups and two rounds of 4 were sampled"
+
+
+def test_groups_of_a_prompt_come_oldest_first_also_by_resample():
+    """A prompt whose first group is replaced comes again in the next round."""
+    calls = []
+
+    def number_of_call(prompts, completions):
+        calls.append(0)
+        rewards = [float(len(calls))] * len(completions)
+        if len(calls) > 1:
+            rewards[::4] = [0.0] * len(rewards[::4])    # these differ, so they are kept
+        return rewards
+
+    cfg = with_function("choose", lambda n: [0] * n, number_of_call, zero_std_groups="resample",
+                        max_resamples=3)
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS[:1], WORDS)
+    collect_iteration(setup, 0, cfg)
+    assert [max(group) for group in setup.seen[0]] == [1.0] * 4 + [2.0] * 4
+
+
+def test_all_processes_take_the_prompts_that_rank_0_has_chosen(monkeypatch):
+    monkeypatch.setattr("data.prompts.all_gather", lambda mine: [[3, 2, 1, 0], *mine])
+    cfg = with_function("choose", lambda n: [0, 1, 2, 3])
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    found = [prompt.text for prompt in grpo.prompts_of(setup, 0, cfg)]
+    assert found == [prompt.text for prompt in WORD_PROMPTS[::-1]], "each process has its own"
 
 
 @pytest.mark.parametrize("choose, named", [
@@ -321,6 +348,33 @@ def test_a_run_with_all_of_them_goes_on_with_the_same_bits(tiny, run_grpo, tmp_p
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_choose_is_told_a_failed_iteration_once(tiny, run_grpo, tmp_path, monkeypatch):
+    """Ctrl-C makes the third iteration fail, after its rewards are known and before its step."""
+    config = tmp_path / "own.py"
+    config.write_text(OWN + """
+def choose(rewards, n):
+    return [sum(map(len, rewards)) % len(rewards)] * n
+""")
+    flags = [str(config), f"--policy={tiny.policy}", "--judge=None", "--eval_judge=None",
+             "--max_prompts=11", "--max_iters=5"]
+    run_grpo(tmp_path / "whole", *flags)
+    update = grpo.update
+    left = iter(range(3))       # one of them tries the functions
+
+    def fails(*args, **more):
+        if next(left, None) is None:
+            signal.raise_signal(signal.SIGINT)
+            raise ChildProcessError
+        return update(*args, **more)
+
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt, match="after iteration 2"):
+        m.setattr(grpo, "update", fails)
+        run_grpo(tmp_path / "parts", *flags)
+    run_grpo(tmp_path / "parts", *flags)
+    assert untimed_metrics(tmp_path / "parts") == untimed_metrics(tmp_path / "whole"), (
+        "the rewards of the iteration that failed were counted, and counted again")
+
+
 # ------------------------------------------------------------------------------------------------
 # another algorithm
 
@@ -356,6 +410,17 @@ def test_the_example_of_leave_one_out_advantages():
     batch = collect(setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS), WORD_PROMPTS, cfg, 1)
     expected = 4 / 3 * group_advantages(batch.rewards, 4, "none")
     assert batch.advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+def test_an_advantage_that_works_in_place_changes_no_log():
+    def advantage(batch, cfg):
+        r = batch.rewards.view(-1, cfg.num_generations)
+        r -= r.mean(1, keepdim=True)
+        return r.flatten()
+
+    cfg = with_function("advantage", advantage)
+    batch = collect(setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS), WORD_PROMPTS, cfg, 1)
+    assert batch.rewards.tolist() == letters(None, batch.completions), "the rewards are others now"
 
 
 @pytest.mark.parametrize("returned", [
