@@ -4,9 +4,10 @@ catches each.
 
     python .ci/planted.py                     # all of them, some minutes
     python .ci/planted.py "KL sign" clip      # those whose name holds one of these texts
+    python .ci/planted.py --list              # finds the lines of all of them, and runs nothing
 
-A mistake whose line has changed is skipped, by name. Exit code 1: the test file that is named
-beside a mistake passes with it.
+A mistake whose line has changed is skipped, by name. Exit code 1: the test that is named beside a
+mistake passes with it; with --list, a mistake has no line or no test.
 """
 import os
 import re
@@ -25,7 +26,7 @@ class Mistake(NamedTuple):
     file: str
     old: str
     new: str
-    test: str       # the file that must catch it
+    test: str       # the file that must catch it, or file::test where the whole takes long
 
 
 def of(file, test, *rows):
@@ -133,7 +134,7 @@ TAPE = of(
     ("tokens of other rows in the product", "total.addmm_(b.T, a)",
      "total.addmm_(b.T, a.roll(1, 0))"),
     ("tokens of other rows in the score", "F.linear(a, target).mul_(b)",
-     "F.linear(a, G).mul_(b.roll(1, 0))"),
+     "F.linear(a, target).mul_(b.roll(1, 0))"),
     ("embeddings forgotten", "x = F.embedding(b, target).mul_(a)", "x = 0 * a"),
     ("tokens that are needed are left out", ".any(1)", ".sum(1).relu()"),
     ("last use of a layer", "self.records[p].append(found)",
@@ -306,13 +307,17 @@ def why_not(mistake):
 
 
 def path_of(test):
-    """Path of a test file in the project, in tests/ or of an extra. None: there is none."""
-    found = [*ROOT.glob(f"tests/{test}"), *ROOT.glob(f"extras/*/tests/{test}")]
-    return found[0].relative_to(ROOT) if found else None
+    """What pytest is to run: a path in the project, of a file in tests/ or of an extra, and ::test
+    behind it where one is named. None: there is none."""
+    file, _, name = test.partition("::")
+    found = [*ROOT.glob(f"tests/{file}"), *ROOT.glob(f"extras/*/tests/{file}")]
+    if not found or f"def {name.partition('[')[0]}" not in found[0].read_text(encoding="utf-8"):
+        return None
+    return str(found[0].relative_to(ROOT)) + test.removeprefix(file)
 
 
 def run_test(test, folder):
-    """Runs a test file up to the first failure -> exit code, and its line of pytest's summary."""
+    """Runs a test or a file of them up to the first failure -> exit code, and its line of pytest's summary."""
     env = dict(os.environ, COLUMNS="400", OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
     done = subprocess.run([*pytest, path_of(test)], cwd=folder, env=env, capture_output=True,
@@ -330,12 +335,23 @@ def plant(mistake, folder):
     path.write_text(source, encoding="utf-8")
     if code == 0:
         return False, f"ALIVE   {mistake.name}: {mistake.test} passes"
-    if code != 1:       # the mistake is none that could run
+    if code != 1 or "NameError" in line:        # the mistake is none that could run
         return False, f"ERROR   {mistake.name}: {line}"
     return True, f"caught  {mistake.name}: {line}"
 
 
+def list_all():
+    """Says which mistakes have lost their line or their test."""
+    lost = [(m.name, why) for m in MISTAKES if (why := why_not(m))]
+    for name, why in lost:
+        print(f"lost    {name}: {why}")
+    print(f"{len(MISTAKES) - len(lost)} of {len(MISTAKES)} mistakes have their line and their test")
+    sys.exit(1 if lost else 0)
+
+
 def main(words):
+    if words == ["--list"]:
+        list_all()
     chosen = [m for m in MISTAKES if not words or any(word in m.name for word in words)]
     if not chosen:
         sys.exit(f"no mistake has one of {words} in its name")

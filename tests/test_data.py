@@ -212,8 +212,9 @@ def test_prompts_of_the_evaluation_from_a_file_of_their_own(prompts_of, tmp_path
 
 
 @pytest.mark.parametrize("name, content, place", [
-    ("a.txt", "", "a.txt"), ("a.csv", "words\nx\n", "row 1"), ("a.csv", "n,text\n1,x\n2\n", "row 2"),
-    ("a.csv", "text\na,b", "row 1"), ("a.jsonl", '{"text": {"x": 1}}', "row 1"),
+    ("a.txt", "", "a.txt"), ("a.csv", "words\nx\n", "row 1"),
+    ("a.csv", "n,text\n1,x\n2\n", "row 2"), ("a.csv", "text\na,b", "row 1"),
+    ("a.jsonl", '{"text": {"x": 1}}', "row 1"),
     ("a.jsonl", "3", "row 1"), ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1"),
     ("a.jsonl", '{"text": [{"role": "user", "content": "x"}]}', "chat template"),
     ("a.pdf", "x", "a.pdf"), ("a.txt", "one", "24"), ("a.txt", "word " * 500, "24")],

@@ -10,7 +10,7 @@ from data.prompts import encode_prompt
 from extras.hub.chat import write_chat
 from extras.hub.tests.published import chat_core
 from extras.hub.tokenizer import Tokenizer
-from worlds import refusal
+from worlds import assert_refused
 
 TEMPLATE = """{{ bos_token }}
 {%- for message in messages %}
@@ -82,7 +82,7 @@ def test_an_answer_that_has_begun_goes_on(template, begun, ends):
 
 
 def test_an_answer_that_the_template_leaves_out_cannot_go_on():
-    assert "continue" in refusal(write, "{{ messages[0].content }}", [
+    assert_refused("continue", write, "{{ messages[0].content }}", [
         {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
 
 
@@ -94,11 +94,11 @@ def test_arguments_of_a_template_reach_it_and_one_that_it_never_asks_for_is_refu
     assert write(THINKS, asked) == "Hi"
     assert write(THINKS, asked, enable_thinking=False) == "Hi<think></think>"
     assert write("{{ tools[0].name }}", asked, tools=[{"name": "f"}]) == "f"
-    assert "'enable_thoughts'" in refusal(write, THINKS, asked, enable_thoughts=False)
-    for policy in ("train", "x.pt"):
-        assert "chat_template_kwargs" in refusal(load_settings, [
-            f"--policy={policy}", "--chat_template_kwargs={'enable_thinking': False}"])
-    assert "JSON" in refusal(load_settings, ["--policy=a", "--chat_template_kwargs={'a': {1}}"])
+    assert_refused("enable_thoughts", write, THINKS, asked, enable_thoughts=False)
+    for flags in (["--policy=train", "--chat_template_kwargs={'enable_thinking': False}"],
+                  ["--policy=x.pt", "--chat_template_kwargs={'enable_thinking': False}"],
+                  ["--policy=a", "--chat_template_kwargs={'a': {1}}"]):
+        assert_refused("chat_template_kwargs", load_settings, flags)
 
 
 def test_templates_of_trl_are_written_as_transformers_writes_them():
@@ -125,14 +125,14 @@ def test_templates_of_trl_are_written_as_transformers_writes_them():
 
 
 def test_what_is_wrong_with_messages_is_one_line():
-    for template, messages, said in (
-            (TEMPLATE, [], "the list of messages is empty"),
-            (TEMPLATE, [ASKED[1], "Hello"], "message 2 is 'Hello': must be"),
-            (TEMPLATE, [{"role": "user", "content": 3}], "message 1 is"),
-            (TEMPLATE, [{"role": "user", "content": "\ud800"}], "must be text"),
-            ("{{ raise_exception('no\nsystem') }}", ASKED, "messages: ValueError: no system"),
-            ("{{ ''.__class__.__mro__ }}", ASKED, "refuses the messages"),
-            ("{% set _ = messages.append(1) %}", ASKED, "refuses the messages"),
-            ("{% if %}", ASKED, "refuses the messages"),
-            ("{{ '\ud800' }}", ASKED, "writes is no text")):
-        assert said in refusal(encode_prompt, chat(template), messages, "asked.jsonl: row 2")
+    for template, messages, name in (
+            (TEMPLATE, [], "messages"), (TEMPLATE, [ASKED[1], "Hello"], "message 2"),
+            (TEMPLATE, [{"role": "user", "content": 3}], "message 1"),
+            (TEMPLATE, [{"role": "user", "content": "\ud800"}], "ud800"),
+            ("{{ raise_exception('no\nsystem') }}", ASKED, "no system"),
+            ("{{ ''.__class__.__mro__ }}", ASKED, "template"),
+            ("{% set _ = messages.append(1) %}", ASKED, "template"),
+            ("{% if %}", ASKED, "template"),
+            ("{{ '\ud800' }}", ASKED, "template")):
+        assert_refused(("asked.jsonl: row 2", name), encode_prompt, chat(template), messages,
+                       "asked.jsonl: row 2")

@@ -11,7 +11,7 @@ from extras.hub.tokenizer import from_folder
 from judge import load_judge
 from judge.train import named_judges
 from extras.hub.tests.published import make_roberta, put, roberta_by_hand
-from worlds import printed, refusal
+from worlds import assert_refused, printed, refusal
 
 CPU = torch.device("cpu")
 TEXTS = ["the other theatre", "there " * 12, "a b  c\n1 2", "the </s><pad> <s> there",
@@ -56,20 +56,20 @@ def test_a_folder_may_have_a_colon_and_a_config_null(tmp_path):
     folder = make_roberta(tmp_path / "disk:c", ("nothate", "hate"))
     assert len(load_judge(folder)(["a"])) == len(load_judge(f"{folder}:nothate")(["a"])) == 1
     put(folder, config=read_json(f"{folder}/config.json") | {"id2label": None})
-    assert "out of LABEL_0, LABEL_1" in refusal(load_judge, folder)
+    assert_refused("LABEL_0, LABEL_1", load_judge, folder)
 
 
-# what config.json says instead | what the refusal says
+# what config.json says instead | what the refusal names
 REFUSALS = """
-"id2label": {"0": "a", "1": "b"} | out of a, b
-"id2label": {"0": "toxic", "1": "hate"} | out of toxic, hate
+"id2label": {"0": "a", "1": "b"} | a, b
+"id2label": {"0": "toxic", "1": "hate"} | toxic, hate
 "id2label": {"0": "a"} | out_proj
-"model_type": "bert" | model_type = 'bert'
+"model_type": "bert" | model_type
 "is_decoder": true | is_decoder
 "hidden_act": "relu" | hidden_act
-"num_attention_heads": 5 | must be a RoBERTa classifier's
-"pad_token_id": -1 | must be a RoBERTa classifier's
-"layer_norm_eps": "x" | must be a RoBERTa classifier's
+"num_attention_heads": 5 | RoBERTa
+"pad_token_id": -1 | RoBERTa
+"layer_norm_eps": "x" | RoBERTa
 "position_embedding_type": "relative_key" | position_embedding_type
 "pad_token_id": 2 | pad_token_id
 "num_hidden_layers": 1000000000 | layers
@@ -82,20 +82,20 @@ def test_what_is_no_classifier_is_one_line(tmp_path):
     folder = make_roberta(tmp_path)
     config = read_json(f"{folder}/config.json")
     for line in REFUSALS.strip().splitlines():
-        changes, says = line.split(" | ")
+        changes, name = line.split(" | ")
         put(folder, config=config | json.loads("{" + changes + "}"))
-        assert says in refusal(load_judge, folder), line
+        assert_refused(name, load_judge, folder)
     put(folder, config={key: x for key, x in config.items() if key != "id2label"})
-    assert "out of LABEL_0, LABEL_1" in refusal(load_judge, folder)
+    assert_refused("LABEL_0, LABEL_1", load_judge, folder)
     put(folder, config=config)
-    assert "toxic label 'toxic'" in refusal(load_judge, folder + ":toxic")
+    assert_refused("'toxic'", load_judge, folder + ":toxic")
     tensors = load_tensors(folder)
     base = {name: x for name, x in tensors.items() if not name.startswith("classifier.")}
     save_tensors(f"{folder}/model.safetensors", base)
-    assert "has no classifier head" in refusal(load_judge, folder)
+    assert_refused("classifier", load_judge, folder)
     save_tensors(f"{folder}/model.safetensors", tensors)
     put(folder, vocab=read_json(f"{folder}/vocab.json") | {"a": 999})
-    assert "ids up to 999" in refusal(load_judge, folder)
+    assert_refused("999", load_judge, folder)
 
 
 @pytest.mark.parametrize("labels, problem, says", [
