@@ -26,7 +26,7 @@ from common.device import full_precision
 from common.script import seed_for
 from common.supervised import Progress
 from explain.account import gradient, kept
-from judge.rewards import score
+from judge.rewards import score, told
 from rollout import completion_logprobs
 from run.sampling import sample_completions
 from tracin import target_number
@@ -80,7 +80,10 @@ class HeldOut(NamedTuple):
                       temperature=cfg.eval_temperature, top_k=0, top_p=1.0, min_p=0.0)
         rollout, prompts, completions = sample_completions(
             self.setup, self.setup.policy, self.prompts, how, seed_for("evaluation"))
-        return rollout, score(self.functions, prompts, completions).double()
+        # a reward that asks is told the iteration of the last evaluation, at all of the weights: of
+        # one that changes on the way there is no slope
+        more = told(rollout, cfg.max_iters)
+        return rollout, score(self.functions, prompts, completions, more)
 
     def at(self, weights, directions=(), with_slope=True):
         """The target at these weights -> Point."""

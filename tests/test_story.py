@@ -120,6 +120,21 @@ def test_it_repeats_the_run_and_adds_up(run, kind):
     assert contents(folder) == before
 
 
+def test_a_reward_that_asks_for_more_is_explained(run_grpo, tmp_path):
+    """What training tells it, the account tells it, too: the curve is the run's own."""
+    (tmp_path / "asks.py").write_text("""
+judge = eval_judge = None
+
+def reward(prompts, completions, completion_ids, ended, iteration):
+    return [len(set(ids)) + end for ids, end in zip(completion_ids, ended)]
+""")
+    folder = str(tmp_path / "run")
+    run_grpo(folder, tmp_path / "asks.py", "--max_iters=2")
+    text, _ = told_of_reward(folder, "--hessian=False")
+    last = read_rows(f"{folder}/eval.jsonl")[-1]["rewards/reward"]
+    assert curve_of(text)[-1] == pytest.approx(last, abs=.006)
+
+
 @pytest.mark.parametrize("kind", ["plain", "one backward", "held out"])
 def test_the_held_out_reward_is_that_of_the_evaluation(run, kind):
     """Without any flag: the curve is the run's own, the parts add up, and the page says so."""
