@@ -209,7 +209,7 @@ PAGES = """
 001 mistake 3 | raw reward times log-prob | docs/influence.md | batch.rewards
 002 quick test | a config | config/quick_test.py | expect_rise
 003 parameters | effect of higher and lower values | docs/running.md | What to turn
-003 interactions | beta and learning rate | docs/running.md | Together
+003 interactions | beta and learning rate | docs/running.md | how far it may
 003 failure modes | collapse | docs/running.md | exploration
 """
 

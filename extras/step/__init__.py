@@ -176,6 +176,8 @@ def print_advantages(batch, cfg):
     if cfg.multi_objective_aggregation == "normalize_then_sum":
         print("  normalize_then_sum: each function's scores are divided by the std of their group, "
               "their sum by that of the batch; the divisors here are not used")
+    if "advantage" in cfg.functions:
+        print("  the config file's function gives the advantages; the divisors here are not used")
     G = cfg.num_generations
     for i, (r, A) in enumerate(zip(rewards.view(-1, G), batch.row_advantages.view(-1, G))):
         divisors = {"none": 1.0, "batch": std(rewards) + 1e-4, "group": std(r) + 1e-4,
