@@ -272,7 +272,7 @@ def load_optimizer(optimizer, state):
     if wanted is None:      # a user's, of which nothing is known
         return
     for p, moments in optimizer.state.items():
-        if moments.keys() != wanted:
+        if not wanted <= moments.keys():        # with amsgrad there is one more
             raise ValueError(f"the moments are {sorted(moments)}, must be {sorted(wanted)}")
         for name, x in moments.items():
             shape = () if name == "step" else p.shape

@@ -25,13 +25,26 @@ def has_risen(m, first):
     return m["reward"] > first["reward"] + 0.5 * first["reward_std"]
 
 
+def problems_of_own_advantages(m, cfg):
+    """Of what the config file's function `advantage` returned."""
+    if max(-m["advantage_min"], m["advantage_max"]) < 1e-6:
+        yield "advantages", (
+            "all advantages that the config file's advantage returned are near zero, so they teach "
+            "nothing")
+    elif cfg.zero_std_groups != "keep" and m["frac_reward_zero_std"] == 1:
+        yield "dropped", (
+            f"zero_std_groups = {cfg.zero_std_groups!r} leaves no rollout, since the rewards of "
+            "each group are equal, whatever advantage returned: set zero_std_groups = 'keep'")
+
+
 def problems_of_rewards(m, cfg, groups):
     """Of rewards and advantages. groups: (B, G) the rewards."""
     if math.isnan(m["reward"]):
         yield "reward", "no reward function scored any completion: all returned None"
         return
-    if "advantage" in cfg.functions:
-        return      # rewards need not teach
+    if "advantage" in cfg.functions:        # rewards need not teach
+        yield from problems_of_own_advantages(m, cfg)
+        return
     if len(cfg.reward_funcs or ()) > 1:
         for name in cfg.reward_funcs:
             if m[f"rewards/{name}/std"] == 0:

@@ -13,7 +13,7 @@ import grpo
 import tracin
 from common.files import ROOT
 from grpo import collect, collect_iteration, group_advantages, prepare, try_functions, update
-from run.optimizer import Several, make_optimizer
+from run.optimizer import Several, load_state, make_optimizer
 from run.settings import load_settings
 from worlds import (
     WORD_PROMPTS, WORDS, inputs_of, letters, refusal, setup_of, steps_of, untimed_metrics, word_gpt,
@@ -273,6 +273,22 @@ def test_several_optimizers_step_as_one():
     update(setup, batch, None, cfg, 3)
     moved = [not torch.equal(p, b) for p, b in zip(setup.trained, before)]
     assert all(moved), "one of the optimizers took no step"
+
+
+@pytest.mark.parametrize("make", [
+    lambda named, rate: torch.optim.AdamW([p for _, p in named], rate, amsgrad=True),
+    lambda named, rate: torch.optim.SGD([p for _, p in named], rate, momentum=.9),
+    lambda named, rate: torch.optim.RMSprop([p for _, p in named], rate)])
+def test_the_moments_of_any_optimizer_come_back(make):
+    cfg = with_function("optimizer", make)
+    setup = prepared(cfg)
+    update(setup, collect(setup, WORD_PROMPTS, cfg, 1), None, cfg, 3)
+    other = prepared(cfg)
+    load_state(other.optimizer, setup.optimizer.state_dict())
+    for p, q in zip(setup.trained, other.trained, strict=True):
+        assert other.optimizer.state[q].keys() == setup.optimizer.state[p].keys()
+        for name, x in setup.optimizer.state[p].items():
+            assert torch.equal(torch.as_tensor(x), torch.as_tensor(other.optimizer.state[q][name]))
 
 
 def test_the_eps_of_adamw_is_a_setting():

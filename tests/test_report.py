@@ -195,6 +195,17 @@ def test_groups_of_equal_rewards_teach_nothing_without_a_critic():
     assert found(equal | values, critic) == {}, "its baseline is its own"
 
 
+def test_advantages_of_the_config_file_that_teach_nothing():
+    """They are near zero, or what goes by rewards leaves no rollout to learn from."""
+    equal = GOOD | {"reward_min": 0.5, "reward_max": 0.5, "frac_reward_zero_std": 1.0}
+    own = dict(functions={"advantage": None})
+    assert found(equal, Settings(**own)) == {}
+    assert "keep" in found(equal, Settings(**own, zero_std_groups="drop"))["dropped"]
+    assert found(GOOD, Settings(**own, zero_std_groups="drop")) == {}
+    small = {"advantage_min": -1e-8, "advantage_max": 1e-8}
+    assert list(found(GOOD | small, Settings(**own))) == ["advantages"]
+
+
 def test_a_spread_that_is_rounding():
     """Of the rewards in a group, however far the groups are apart."""
     rounding = GROUPS * 1e-6 + torch.tensor([[0.0], [300.0]])
