@@ -372,14 +372,26 @@ def say_smooth(smooth, bound, is_sampled):
     return text
 
 
+def say_agreement(r):
+    """Is the order of single rollouts signal or noise? r: of one half of the held-out prompts with
+    the other."""
+    if r < 0.3:
+        kind = "mostly noise: do not read the lists, take more --held_out=N"
+    elif r < 0.7:
+        kind = "part signal, part noise: more --held_out=N helps"
+    else:
+        kind = "mostly signal"
+    return (f"The order of single rollouts is {kind}. By one half of the held-out prompts and by "
+            f"the other it has a correlation of {r:.2f} (1: signal, 0: noise).")
+
+
 def lines_of(story):
     """Sentences."""
     found = [course_of(story), closing(story), *warnings(story)]
     if story.error <= USELESS:
         found.append(taught(story))
     if story.agreement == story.agreement:
-        found.append(f"Single rollouts by one half of the held-out prompts and by the other: "
-                     f"correlation {story.agreement:.2f} (1: signal, 0: noise; more --held_out=N).")
+        found.append(say_agreement(story.agreement))
     return [text for text in found if text]
 
 
