@@ -102,9 +102,17 @@ def why_no_gpu():
     return f"; this torch is built for CUDA {torch.version.cuda} and sees no GPU: {reason}"
 
 
+def gpu_name(device):
+    """What a GPU calls itself. One whose driver does not say it can be used all the same."""
+    try:
+        return torch.cuda.get_device_name(device)
+    except Exception as e:
+        return f"its name is not known: {type(e).__name__}"
+
+
 def machine(name, device, dtype):
     """One line: what this command computes on. name: the setting device."""
-    gpu = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    gpu = f" ({gpu_name(device)})" if device.type == "cuda" else ""
     precision = str(dtype).removeprefix("torch.")
     why = why_no_gpu() if name == "auto" else ""
     return f"device: {device}{gpu}, {precision}, threads: {torch.get_num_threads()}{why}"
