@@ -13,7 +13,7 @@ from data.tokenizer import end_tokens, load_tokenizer
 from data.weights import load_gpt, merged_weights, save_nanogpt
 from run.policy import load_policy
 from run.settings import load_settings
-from worlds import assert_near, printed, read_rows, refusal, skip_without, with_lora
+from worlds import assert_near, assert_refused, printed, read_rows, refusal, skip_without, with_lora
 
 V = 50304       # nanoGPT pads GPT-2's 50,257 to a multiple of 64
 
@@ -158,16 +158,17 @@ def test_what_nanogpt_would_compute_otherwise_does_not_go_out(tmp_path):
     _, path = write(tmp_path / "ckpt.pt")
     policy = load_gpt(path)
     policy.config.exact_gelu = False
-    assert "nanoGPT cannot compute" in refusal(save_nanogpt, f"{tmp_path}/out.pt", policy)
+    refusal(save_nanogpt, f"{tmp_path}/out.pt", policy)
+    assert not (tmp_path / "out.pt").exists()
 
 
 def test_a_model_of_other_tokens_is_refused_or_noted(tmp_path):
     _, path = write(tmp_path / "ckpt.pt", vocab_size=65)
-    assert "65 tokens are characters" in refusal(load_gpt, path)
+    assert_refused("65", load_gpt, path)
     _, path = write(tmp_path / "ckpt.pt", vocab_size=300)
     assert "meta.pkl" in printed(load_gpt, path)
     _, path = write(tmp_path / "ckpt.pt", vocab_size=50258)
-    assert "vocab_size = 50258" in refusal(load_policy, load_settings([f"--policy={path}"]))
+    assert_refused("vocab_size", load_policy, load_settings([f"--policy={path}"]))
 
 
 @pytest.mark.parametrize("damage", [
@@ -179,7 +180,7 @@ def test_a_damaged_checkpoint_of_nanogpt_is_one_line(damage, tmp_path):
     content = torch.load(path, weights_only=True)
     damage(content)
     torch.save(content, path)
-    assert path in refusal(load_gpt, path)
+    assert_refused(path, load_gpt, path)
 
 
 def test_adapters_are_merged_into_the_weights():

@@ -12,7 +12,7 @@ import matplotlib  # noqa: E402
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 
 import plot  # noqa: E402
-from worlds import printed, read_rows, refusal, write_rows  # noqa: E402
+from worlds import assert_refused, printed, read_rows, refusal, write_rows  # noqa: E402
 
 METRICS = [metric for _, log, metric in plot.PANELS if log == "metrics"]
 TITLES = [title for title, *_ in plot.PANELS]
@@ -108,7 +108,7 @@ def test_logs_alone_are_drawn(tmp_path):
     for folder in folders:
         os.remove(os.path.join(folder, "config.json"))
     assert len(figure_of(*folders)[0]["reward, mean"]) == 2, "without settings each is itself"
-    assert "no such file" in refusal(plot.main, [str(tmp_path / "nothing")])
+    assert_refused("nothing", plot.main, [str(tmp_path / "nothing")])
 
 
 def drawn_to_the_end(*folders):
@@ -198,15 +198,15 @@ def test_files_and_refusals(run, tmp_path):
     printed(plot.main, [run, f"--out={path}", "--panels=tracin/positive_ratio,extra"])
     svg = path.read_text()
     assert "extra" in svg and "reward, mean" not in svg
-    assert "'loss' is in no log" in refusal(plot.main, [run, "--panels=kl,loss"])
+    assert_refused("'loss'", plot.main, [run, "--panels=kl,loss"])
     for argv in ([], ["--out=x.png"], [run, "--colour=red"]):
         assert "usage" in refusal(plot.main, argv)
-    assert "must end in .png" in refusal(plot.main, [run, "--out=x.pdf"])
-    assert "wait for the first iteration" in refusal(plot.main, [make_run(tmp_path / "empty")])
+    assert_refused(".png", plot.main, [run, "--out=x.pdf"])
+    assert "empty" in refusal(plot.main, [make_run(tmp_path / "empty")])
 
 
 def test_a_damaged_log_is_one_line(run):
     for text in ('{"reward": 1.0}', '{"iteration": 1, "reward": {}}'):
         with open(f"{run}/metrics.jsonl", "w") as f:
             f.write(text)
-        assert "damaged" in refusal(plot.main, [run])
+        assert_refused(run, plot.main, [run])

@@ -312,7 +312,7 @@ def test_a_model_with_dropout_is_found_out():
     policy.lm_head.register_forward_hook(
         lambda module, args, out: torch.nn.functional.dropout(out, .1))
     setup, batch = nets_and_batch(words(), policy)
-    assert "the ratio is not 1" in refusal(update, setup, batch, None, words(), 3, check=True)
+    assert "ratio" in refusal(update, setup, batch, None, words(), 3, check=True)
     assert update(setup, batch, None, words(), 3, check=False)["num_steps"] == 1
 
 

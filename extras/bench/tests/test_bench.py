@@ -15,7 +15,7 @@ import tracin
 from common.files import ROOT
 from extras.bench import card, phases, shapes
 from rollout import completion_logprobs
-from worlds import assert_near, printed, read_rows, refusal, settings, setup_of, skip_without
+from worlds import assert_near, assert_refused, printed, read_rows, settings, setup_of, skip_without
 
 
 @pytest.fixture
@@ -231,10 +231,10 @@ def test_beside_trl_no_judge_is_asked(quick, monkeypatch):
 
 
 def test_what_is_typed_wrong_is_one_line(quick):
-    assert "--repeat=0: must be" in refusal(bench.main, ["--repeat=0"])
-    assert "tracing" in refusal(bench.main, [*quick, "vs", "--tracing=self"])
+    assert_refused("--repeat", bench.main, ["--repeat=0"])
+    assert_refused("tracing", bench.main, [*quick, "vs", "--tracing=self"])
     for argv in (["vs"], ["vs", "--tracin=self"], [*quick, "vs"]):
-        assert "must be between" in refusal(bench.main, argv)
+        assert_refused("vs", bench.main, argv)
 
 
 def test_the_tape_beside_a_forward_and_backward(monkeypatch):
