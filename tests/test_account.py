@@ -367,7 +367,7 @@ def test_a_layer_that_is_never_used_changes_nothing(since, tmp_path):
 
 
 @pytest.mark.parametrize("kind, says", [("RAdam", "RAdam"), ("amsgrad", "amsgrad"),
-                                        ("two rates", "several lr")])
+                                        ("two rates", "lr")])
 def test_an_optimizer_that_is_not_known_is_refused_by_name(kind, says, tmp_path):
     cfg = settings(functions=odd_reward)
     setup = setup_for(cfg)

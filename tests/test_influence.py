@@ -19,8 +19,8 @@ from run.check import check
 from tracin import choose_targets, row_weights_of, select, target_coefficients
 from tape import cosine
 from worlds import (
-    WORDS, WORD_PROMPTS, generator_of, gradient, inputs_of, refusal, setup_of, shaken, steps_of,
-    whole_step, word_gpt, words)
+    WORDS, WORD_PROMPTS, assert_refused, generator_of, gradient, inputs_of, refusal, setup_of,
+    shaken, steps_of, whole_step, word_gpt, words)
 
 # a row's loss is a multiple of its log-prob, and nothing is left besides
 UNIT = dict(kl_in="reward", kl_estimator="k1", beta=.1)
@@ -260,18 +260,16 @@ def test_a_reward_of_their_own_scores_held_out_rollouts_only():
     assert torch.equal(batch.rewards, batch_of(words()).rewards)
 
 
-@pytest.mark.parametrize("name, returned, said", [
-    ("target", 3.0, "tensor"), ("target", torch.tensor(1.0), "depends on the policy"),
-    ("target", torch.tensor(NAN, requires_grad=True), "one finite number"),
-    ("weigh", [1.0] * 15, "each of 8 influences"), ("weigh", [NAN] * 4, "one finite number"),
-    ("weigh", None, "one finite number"), ("weigh", torch.zeros(99, 99), "one finite number")])
-def test_a_function_that_returns_something_else_is_told_before_anything_is_trained(
-        name, returned, said):
+@pytest.mark.parametrize("name, returned", [
+    ("target", 3.0), ("target", torch.tensor(1.0)),     # which does not depend on the policy
+    ("target", torch.tensor(NAN, requires_grad=True)), ("weigh", [1.0] * 15), ("weigh", [NAN] * 4),
+    ("weigh", None), ("weigh", torch.zeros(99, 99))])
+def test_a_function_that_returns_something_else_is_named_before_anything_is_trained(
+        name, returned):
     knobs = dict(tracin="target") if name == "target" else dict(tracin="self",
                                                                 tracin_select="weigh")
     cfg = with_functions(words(), {name: lambda **given: returned}, **knobs)
-    text = refusal(try_functions, cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
-    assert text.startswith(f"{name} returned") and said in text and len(text) < 260
+    assert_refused(name, try_functions, cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
 
 
 @pytest.mark.parametrize("name", ("target", "weigh"))

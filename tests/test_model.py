@@ -116,7 +116,7 @@ def test_weights_start_as_in_gpt2():
 def test_bias_false_leaves_no_bias_and_an_impossible_width_is_refused():
     names = dict(GPT(GPTConfig(50, 8, 1, 2, 8, bias=False)).named_parameters())
     assert not [name for name in names if name.endswith("bias")]
-    with pytest.raises(ValueError, match="n_embd = 9 must be a multiple of n_head"):
+    with pytest.raises(ValueError, match="n_embd.*n_head"):
         GPT(GPTConfig(50, 8, 1, 2, 9))
 
 

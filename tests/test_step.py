@@ -104,16 +104,6 @@ def test_the_size_of_micro_batches_changes_memory_only(knobs):
         assert same == (knobs.get("loss_type") != "bnpo")
 
 
-def test_a_step_is_taken_between_two_passes():
-    cfg = words(num_iterations=2)
-    setup, batch = nets_and_batch(cfg, lr=.05)
-    weights = []
-    m = update(setup, batch, None, cfg, 3, watch=lambda *step: weights.append(
-        weights_of(setup.policy)))
-    assert m["num_steps"] == 2 and not torch.equal(*weights)
-    assert m["ratio"] != 1
-
-
 def test_the_gradient_is_scaled_down_to_max_grad_norm():
     cfg = words()
     (free,), m = steps_of(*nets_and_batch(cfg), cfg)

@@ -16,7 +16,7 @@ from rollout import completion_logprobs, completion_states, generate
 from run.settings import Settings, load_settings
 from worlds import (
     END, PROMPTS, assert_near, forcing, forward, generator_of, gradient, printed, settings,
-    setup_of, shaken, steps_of, untimed_metrics, world)
+    setup_of, shaken, steps_of, untimed_metrics)
 
 PLAIN = Settings(whiten_advantages=False)
 CRITIC = dict(critic=True, value_coef=.5)

@@ -18,7 +18,7 @@ from run.metrics import batch_metrics
 from run.sampling import sample_completions
 from rollout import empty_rollout, generate
 from extras.environment.tools import (
-    answer_calls, calc, call_metrics, check_prompts_name, check_tools, find_calls, reply)
+    answer_calls, calc, call_metrics, check_prompts_name, check_tools, reply)
 from extras.environment import answering, try_environment
 from run.settings import load_settings
 from worlds import (

@@ -19,8 +19,8 @@ from judge import judge_rewards, load_judge
 from run.policy import load_run
 from model import GPTConfig
 from extras.hub.tests.published import (
-    CHAT, chat_core, gguf_of_core, load, logits, make_chat, make_gpt2, make_prompts, make_roberta,
-    put, write_gguf)
+    chat_core, gguf_of_core, load, logits, make_chat, make_gpt2, make_prompts, make_roberta,
+    write_gguf)
 from common.files import read_json
 from data.comments import split_of
 from worlds import (

@@ -11,7 +11,7 @@ from extras.hub.tokenizer import from_folder
 from judge import load_judge
 from judge.train import named_judges
 from extras.hub.tests.published import make_roberta, put, roberta_by_hand
-from worlds import assert_refused, printed, refusal
+from worlds import assert_refused, printed
 
 CPU = torch.device("cpu")
 TEXTS = ["the other theatre", "there " * 12, "a b  c\n1 2", "the </s><pad> <s> there",
