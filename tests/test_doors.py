@@ -12,6 +12,7 @@ import torch
 import grpo
 import tracin
 from common.files import ROOT
+from common.script import asked_for
 from grpo import collect, collect_iteration, group_advantages, prepare, try_functions, update
 from run.optimizer import Several, load_state, make_optimizer
 from run.settings import load_settings
@@ -445,3 +446,23 @@ def test_what_is_no_advantage_is_refused_before_training(returned):
     cfg = with_function("advantage", lambda batch: returned)
     found = refusal(try_functions, cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
     assert found.startswith("advantage")
+
+
+def test_the_examples_bear_rewards_that_are_not_known():
+    """NaN, where every function abstained: the judge does on a completion without a word."""
+    import random
+    nan = math.nan
+    rewards = [[[1, 1, nan, 0]], [[nan, nan, nan, nan]], [], [[0, 0, 0, 1]]]
+    for names in examples("choose"):
+        offered = dict(prompts=list("abcd"), rewards=rewards, n=3, random=random.Random(1))
+        chosen = names["choose"](**asked_for("choose", names["choose"], offered))
+        assert len(chosen) == 3 and set(chosen) <= {0, 1, 2, 3}
+
+    class batch:
+        rewards = torch.tensor([5.0, 1, nan, 2, 3, 0, 6, 7])
+
+    pods = examples("weigh")[0]["weigh"]
+    assert pods(batch) == [0, 1, 0, 0, 0, 1, 1, 1], "what is not known is neither good nor bad"
+    cfg = words(num_generations=8)
+    found = examples("advantage")[0]["advantage"](batch, cfg)
+    assert found.isfinite().all() and found[2] == 0
