@@ -269,6 +269,7 @@ NOTES = of(
     "run/flags.py", "test_report.py",
     ("a gradient near zero is 0", 'm["grad_norm"] < least', 'm["grad_norm"] == 0'),
     ("log-probs near zero are 0", 'm["logp"] > -1e-3', 'm["logp"] == 0'),
+    ("a single step is warned of", 'm["num_steps"] > 1 and distance', 'distance'),
     ("a risen reward excuses nothing", 'm["identical_completions"] > 0.5 and not solved',
      'm["identical_completions"] > 0.5'),
     ("a fall within the noise", "fall > 3 * noise", "fall > 0")) + of(

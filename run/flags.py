@@ -119,6 +119,13 @@ def problems_of_step(m, cfg, first):
         yield "gradient", (
             f"the gradient is near zero (grad_norm {m['grad_norm']:.1e}), the advantages are not: "
             "does the policy still explore (entropy, logp)? Is the loss cut off from it?")
+    # from the second step on the policy is no longer the one that sampled
+    distance = max(m["ratio_max"] - 1, 1 - m["ratio_min"])
+    if teaches and m["num_steps"] > 1 and distance < 1e-5:
+        yield "steps", (
+            f"the ratio is 1 in all {m['num_steps']} steps, so the clip does nothing: are the old "
+            "log-probs taken again, in place of the sampler's? Does a step move the weights "
+            "(learning_rate)?")
     if cfg.beta:
         yield from problems_of_kl(m, cfg, first, teaches)
 

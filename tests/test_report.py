@@ -125,7 +125,7 @@ GOOD = {
     "iteration": 30, "reward": 0.5, "reward_min": 0.0, "reward_max": 1.0, "reward_std": 0.3,
     "frac_reward_zero_std": 0.5, "num_completion_tokens": 9, "num_steps": 1, "grad_norm": 0.8,
     "advantage_min": -1.2, "advantage_max": 1.5, "identical_completions": 0.1, "entropy": 2.0,
-    "logp": -2.0, "loss": 0.01, "step_time": 2.0,
+    "logp": -2.0, "loss": 0.01, "step_time": 2.0, "ratio_min": 0.9, "ratio_max": 1.1,
     "sampling/sampling_logp_difference/mean": 0.0, "completions/clipped_ratio": 0.5}
 INFLUENCE = {
     "tracin/selected_ratio": 0.6, "tracin/empty_steps": 0, "tracin/fallback": 0.0,
@@ -146,6 +146,7 @@ logp | "logp": -1e-4 | mean -1.0e-04
 entropy | "entropy": 0.1 | from 2.000 to 0.100
 gradient | "grad_norm": 5e-7 | grad_norm 5.0e-07
 ratio | "sampling/sampling_logp_difference/mean": 0.0512 | disagree by 0.051 nats
+steps | "ratio_min": 1.0, "ratio_max": 1.0, "num_steps": 4 | ratio is 1 in all 4 steps
 kl | "kl": 5.25 | KL 5.2 nats per token is exploding
 negative | "kl": -0.01 | KL -0.01 is negative
 kl share | "kl_grad_share": 3.0 | 3.0 times the policy's
@@ -224,6 +225,16 @@ def test_a_gradient_near_zero():
     assert list(found(small, PLAIN, first=GOOD | {"grad_norm": 80.0})) == ["gradient"]
     constant = {"reward_min": 0.5, "reward_max": 0.5, "advantage_min": 0.0, "advantage_max": 0.0}
     assert list(found(GOOD | {"grad_norm": 0.0} | constant, PLAIN)) == ["equal"], "it says why"
+
+
+def test_a_ratio_of_1_is_right_in_a_single_step_and_where_nothing_is_learned():
+    fresh = GOOD | {"ratio_min": 1.0, "ratio_max": 1.0}
+    assert found(fresh, PLAIN) == {}
+    several = fresh | {"num_steps": 4, "ratio_max": 1 + 1e-6}
+    assert list(found(several, PLAIN)) == ["steps"]
+    assert found(several | {"ratio_min": 0.9999}, PLAIN) == {}
+    equal = {"reward_min": 0.5, "reward_max": 0.5, "advantage_min": 0.0, "advantage_max": 0.0}
+    assert list(found(several | equal, PLAIN)) == ["equal"]
 
 
 def test_where_the_reward_has_risen_one_answer_may_be_right():

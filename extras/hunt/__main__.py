@@ -1,0 +1,224 @@
+"""
+Ten faults to hunt by what a run prints.
+
+    python -m extras.hunt                   # the ten, by what their users complain of
+    python -m extras.hunt 0                 # a healthy run; 0 --influence: with influence
+    python -m extras.hunt 3                 # a run with fault 3 in it
+    python -m extras.hunt 3 --hint          # where to look
+    python -m extras.hunt 3 --answer        # the line, why it is wrong, who had it
+    python -m extras.hunt 3 --copy=FOLDER   # writes the project with fault 3 in it
+    python -m extras.hunt 3 --check=FOLDER  # is that copy, which you have edited, healed?
+
+Any --name=value of grpo.py goes to the run: --temperature=1, --seed=2, --debug_step=True. The fault
+is planted in a copy that is deleted afterwards. Do not read faults.py, which tells all of them.
+
+    python -m extras.hunt --table=3         # runs all of them on 3 seeds: which number shows each
+"""
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from common.files import ROOT, read_log
+from common.script import BadInput, own_flags, run_script
+from extras.hunt.faults import FAULTS, INFLUENCE, Seen
+
+CONFIG = "extras/hunt/config/hunt.py"
+NOT_COPIED = (".*", "out", "shared", "docs", "tests", "__pycache__", "*.pt", "hunt")
+NUM_SHOWN = 16  # completions, those of two prompts
+CHECKED = 3     # iterations of a copy that are compared with a healthy run's
+
+
+# ------------------------------------------------------------------------------------------------
+# a copy with a fault, and its run
+
+
+def write_copy(folder, fault):
+    """The project in a new folder, with a Fault planted, or None."""
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    os.makedirs(os.path.dirname(f"{folder}/{CONFIG}"))
+    shutil.copy(f"{ROOT}/{CONFIG}", f"{folder}/{CONFIG}")   # the answers stay here
+    if fault is None:
+        return
+    path = f"{folder}/{fault.file}"
+    with open(path, encoding="utf-8") as f:
+        source = f.read()
+    if source.count(fault.old) != 1:
+        raise BadInput(f"{fault.file} has changed, so this fault cannot be planted: update "
+                       "extras/hunt/faults.py")
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(source.replace(fault.old, fault.new))
+
+
+def run_copy(folder, flags, quiet=False):
+    """Run the small world with the project in a folder -> Seen. quiet: print nothing."""
+    env = dict(os.environ, PYTHONDONTWRITEBYTECODE="1", PYTHONUNBUFFERED="1")
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, f"{folder}/grpo.py", f"{folder}/{CONFIG}",
+                   f"--out_dir={out}/run", *flags]
+        process = subprocess.Popen(command, env=env, text=True, errors="replace",
+                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if not quiet:
+                print(line, end="", flush=True)
+        process.wait()
+        logs = [f"{out}/run/{name}.jsonl" for name in ("metrics", "samples", "eval")]
+        return Seen("".join(lines), *(read_log(log) if os.path.exists(log) else []
+                                      for log in logs))
+
+
+def run_with(fault, flags, quiet=False):
+    """Run a copy with a Fault, or None, in it -> Seen."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_copy(f"{folder}/project", fault)
+        return run_copy(f"{folder}/project", flags, quiet)
+
+
+# ------------------------------------------------------------------------------------------------
+# what is shown
+
+
+def cell(x):
+    return f"{'-':>12}" if x is None else f"{x:12.5g}"
+
+
+def print_metrics(rows):
+    """The metrics of the first, the middle and the last iteration."""
+    chosen = [rows[0], rows[len(rows) // 2], rows[-1]]
+    print("\n" + f"{'metrics.jsonl, iteration':40}" + "".join(cell(m["iteration"]) for m in chosen))
+    for name in sorted(rows[-1].keys() - {"iteration"}):
+        print(f"{name:40}" + "".join(cell(m.get(name)) for m in chosen))
+
+
+def print_samples(rows):
+    """The first rows of the first and of the last iteration."""
+    names = [name for name in ("reward", "advantage", "influence", "weight") if name in rows[0]]
+    for iteration in (rows[0]["iteration"], rows[-1]["iteration"]):
+        print(f"\nsamples.jsonl, iteration {iteration}: {', '.join(names)}")
+        here = [row for row in rows if row["iteration"] == iteration]
+        for row in here[:NUM_SHOWN]:
+            numbers = "".join(cell(row[name]) for name in names)
+            print(f"{numbers}  {row['prompt']!r} -> {row['completion']!r}")
+
+
+def show(fault, flags):
+    seen = run_with(fault, flags)
+    if seen.metrics:
+        print_metrics(seen.metrics)
+        print_samples(seen.samples)
+
+
+def print_list():
+    for number, fault in enumerate(FAULTS, 1):
+        print(f"{number:3}  {fault.complaint}")
+    print("\npython -m extras.hunt 0 is a healthy run, python -m extras.hunt 1 one with the first "
+          "fault; --help")
+
+
+def print_answer(fault):
+    print(f"{fault.file} has\n")
+    print("\n".join("    " + line for line in fault.new.splitlines() or ["(nothing)"]))
+    print("\nwhere there should be\n")
+    print("\n".join("    " + line for line in fault.old.splitlines()))
+    print(f"\n{fault.why}\n\nWho had it: {fault.who}\n\nWhat gives it away: {fault.number}")
+
+
+# ------------------------------------------------------------------------------------------------
+# is it healed?
+
+
+def first_difference(found, expected):
+    """The first metric that differs, as (iteration, name, value, expected); None if none does."""
+    for m, e in zip(found, expected):
+        for name in sorted(e.keys() - {"step_time"}):
+            x = m.get(name)
+            known = x is not None and e[name] is not None
+            if x != e[name] and not (known and abs(x - e[name]) <= 1e-5 + 1e-3 * abs(e[name])):
+                return m["iteration"], name, x, e[name]
+    return None
+
+
+def check_copy(folder, fault, flags):
+    """Says whether a copy is healed: whether its run has the numbers of a healthy one."""
+    if not os.path.isfile(f"{folder}/grpo.py"):
+        raise BadInput(f"--check={folder}: has no grpo.py; --copy=FOLDER makes such a copy")
+    flags = [f"--max_iters={CHECKED}", *flags]
+    expected = run_with(None, flags, quiet=True)
+    found = run_copy(os.path.abspath(folder), flags, quiet=True)
+    if len(found.metrics) < len(expected.metrics):
+        last = found.printed.strip().splitlines()[-1:]
+        raise SystemExit(f"not healed: the run ends early: {' '.join(last)}")
+    differs = first_difference(found.metrics, expected.metrics)
+    if differs:
+        iteration, name, x, e = differs
+        raise SystemExit(f"not healed: in iteration {iteration} {name} is {x}, in a healthy run it "
+                         f"is {e}")
+    print(f"healed: {len(expected.metrics)} iterations have the numbers of a healthy run")
+
+
+# ------------------------------------------------------------------------------------------------
+# are they told apart?
+
+
+def print_table(num_seeds, flags):
+    """Each fault's sign in its own run, in a healthy one, and in those of the others. Exit code 1
+    where a sign is not that of its fault alone."""
+    wrong = []
+    for seed in range(1, num_seeds + 1):
+        more = [*flags, f"--seed={seed}"]
+        healthy = {influence: run_with(None, [*influence, *more], quiet=True)
+                   for influence in ((), INFLUENCE)}
+        runs = [run_with(fault, [*fault.flags, *more], quiet=True) for fault in FAULTS]
+        for number, fault in enumerate(FAULTS, 1):
+            value, is_shown = fault.sign(runs[number - 1])
+            usual, is_usual = fault.sign(healthy[fault.flags])
+            others = [i for i, seen in enumerate(runs, 1) if i != number and fault.sign(seen)[1]]
+            if others or is_usual or not is_shown:
+                wrong.append((seed, number))
+            print(f"seed {seed}  fault {number:2}  {fault.sign.__name__:24}{value:12.5g}"
+                  f"  healthy{usual:12.5g}  also in {others or 'no other'}", flush=True)
+    if wrong:
+        raise SystemExit(f"not told apart (seed, fault): {wrong}")
+    print("each is told apart from the others and from a healthy run")
+
+
+def main(argv):
+    own, rest = own_flags(argv, dict(hint=False, answer=False, influence=False, copy="", check="",
+                                     table=0))
+    flags = [arg for arg in rest if arg.startswith("--")]
+    numbers = [arg for arg in rest if not arg.startswith("--")]
+    if own["table"]:
+        return print_table(own["table"], flags)
+    if not numbers:
+        return print_list()
+    if len(numbers) > 1 or numbers[0] not in map(str, range(len(FAULTS) + 1)):
+        raise BadInput(f"{' '.join(numbers)}: must be one number, 0 to {len(FAULTS)}; "
+                       "python -m extras.hunt lists them")
+    if numbers == ["0"]:
+        if own["hint"] or own["answer"] or own["copy"] or own["check"]:
+            raise BadInput("0 is the healthy run: there is nothing to find")
+        return show(None, [*INFLUENCE, *flags] if own["influence"] else flags)
+    number = int(numbers[0])
+    fault = FAULTS[number - 1]
+    flags = [*fault.flags, *flags]
+    if own["hint"]:
+        print(f"look at: {fault.place}")
+    elif own["answer"]:
+        print_answer(fault)
+    elif own["copy"]:
+        if os.path.lexists(own["copy"]):
+            raise BadInput(f"--copy={own['copy']}: is there already: name a new folder")
+        write_copy(own["copy"], fault)
+        print(f"{own['copy']}: the project with fault {number}. Edit it, then "
+              f"python -m extras.hunt {number} --check={own['copy']}")
+    elif own["check"]:
+        check_copy(own["check"], fault, flags)
+    else:
+        show(fault, flags)
+
+
+if __name__ == "__main__":
+    run_script(main)

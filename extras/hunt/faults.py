@@ -1,0 +1,229 @@
+"""
+The ten faults. READ NO FURTHER if you want to hunt them: each is told here.
+
+Every one is a line that somebody had, or nearly; `who` names the project and where it is told.
+"""
+import math
+import re
+from typing import NamedTuple
+
+# held-out rollouts as target, one step on each batch
+INFLUENCE = ("--tracin=reward", "--tracin_val_prompts=8", "--tracin_val_size=16",
+             "--mini_batch_size=0", "--num_iterations=1")
+
+
+class Seen(NamedTuple):
+    """What a run has shown."""
+    printed: str
+    metrics: list       # rows of metrics.jsonl, of samples.jsonl, of eval.jsonl
+    samples: list
+    evaluations: list
+
+
+# ------------------------------------------------------------------------------------------------
+# what gives a fault away: of a Seen a number, and whether it is what the fault makes of it
+
+
+def nats_apart(seen):
+    """By how many nats sampler and trainer disagree, where that has stopped the run; else 0."""
+    found = re.search("disagree by (.*) nats", seen.printed)
+    return float(found[1]) if found else 0.0
+
+
+def left_out_temperature(seen):
+    return nats_apart(seen), 0 < nats_apart(seen) < 4
+
+
+def other_token(seen):
+    return nats_apart(seen), nats_apart(seen) >= 4
+
+
+def tokens_without_loss(seen):
+    """Share of the sampled tokens."""
+    if not seen.metrics:
+        return math.nan, False
+    with_loss = sum(m["num_completion_tokens"] for m in seen.metrics)
+    rows = len(seen.samples) / len(seen.metrics)
+    sampled = sum(m["completions/mean_length"] * rows for m in seen.metrics)
+    share = 1 - with_loss / sampled
+    return share, share > 0.01
+
+
+def least_kl_loss(seen):
+    least = min((m["kl_loss"] for m in seen.metrics), default=math.nan)
+    return least, least < -1e-4
+
+
+def longest_advantage(seen):
+    """In a group of 8 no value is further than 7 / sqrt(8) standard deviations from the mean."""
+    most = max((max(m["advantage_max"], -m["advantage_min"]) for m in seen.metrics),
+               default=math.nan)
+    return most, most > 7 / math.sqrt(8) + 1e-3
+
+
+def spread_of_ratio(seen):
+    """Over the four steps of an iteration."""
+    most = max((m["ratio_std"] for m in seen.metrics if m["num_steps"] > 1), default=math.nan)
+    return most, most < 1e-5
+
+
+def two_rewards(seen):
+    """How far the mean of what is learned from is from that of what the function returned."""
+    most = max((abs(m["reward"] - m["rewards/reward/mean"]) for m in seen.metrics),
+               default=math.nan)
+    return most, most > 1e-3
+
+
+def two_kls(seen):
+    """The KL of the last iterations beside that of the evaluation."""
+    if len(seen.evaluations) < 2:
+        return math.nan, False
+    logged = sum(m["kl"] for m in seen.metrics[-3:]) / 3
+    share = logged / seen.evaluations[-1]["kl"]
+    return share, share < 0.2
+
+
+def contrast(seen):
+    values = [m.get("tracin/target_contrast", math.nan) for m in seen.metrics]
+    mean = sum(values) / max(1, len(values)) if values else math.nan
+    return mean, mean < 0.3
+
+
+def mean_influence_below_0(seen):
+    """Share of the iterations."""
+    if not seen.metrics or "tracin/mean_ip" not in seen.metrics[0]:
+        return math.nan, False
+    share = sum(m["tracin/mean_ip"] < 0 for m in seen.metrics) / len(seen.metrics)
+    return share, share > 0.5
+
+
+# ------------------------------------------------------------------------------------------------
+# the faults
+
+
+class Fault(NamedTuple):
+    complaint: str      # what its user says
+    place: str          # where to look
+    file: str           # the line that is wrong, `new`, and what it should be
+    old: str
+    new: str
+    why: str
+    who: str
+    number: str         # what gives it away
+    sign: object        # the function above that measures this
+    flags: tuple = ()
+
+
+FAULTS = [
+    Fault(
+        "It learns, but not from all that it writes.",
+        "advantage", "grpo.py",
+        "    loss_mask = rollout.sampled_mask\n",
+        "    loss_mask = rollout.sampled_mask & rollout.sampled_mask.roll(-1, 1)\n",
+        "The end token is sampled like any other. Without loss on it the policy is never told that "
+        "it was good to stop there.",
+        "nanochat, issue 810 (the sampled end token is masked as padding); reasoning-from-scratch, "
+        "pull request 185.",
+        "num_completion_tokens, the tokens with loss, is less than completions/mean_length times "
+        "64 rows: one token a completion is missing.",
+        tokens_without_loss),
+    Fault(
+        "It drifts away from the text it knew. With a higher beta it only drifts faster.",
+        "loss", "grpo.py",
+        "loss.kl = cfg.beta * aggregate(",
+        "loss.kl = -cfg.beta * aggregate(",
+        "The KL is a cost, so it is added to what is minimised. With a minus it is a prize, and "
+        "beta says how large.",
+        "verl, pull request 179; Logic-RL had it from there (issue 58), and TinyZero (pull request "
+        "72).",
+        "beta*kl in the line of each iteration is below 0, which beta times a KL by k3 cannot be.",
+        least_kl_loss),
+    Fault(
+        "It does not even start, and what disagrees is off by a little.",
+        "loss", "rollout.py",
+        "        if temperature != 1:\n            logits = logits / temperature\n",
+        "",
+        "Tokens are drawn from softmax(logits / temperature). The trainer asks how likely they "
+        "were under softmax(logits), which is another distribution.",
+        "simple_GRPO samples at 0.9 and scores at 1; TRL, pull request 3029.",
+        "The run stops: the ratio is not 1, some tokens are one or two nats off. With "
+        "--temperature=1 it starts.",
+        left_out_temperature),
+    Fault(
+        "It learned the judge, not the task: the reward rises and rises, that of the evaluation "
+        "does not.",
+        "score", "grpo.py",
+        "masked_fill(groups.isnan().all(2), math.nan)",
+        "masked_fill(groups.isnan().all(2), 0.0)",
+        "A reward that is not known (None) is no reward of 0. All other rewards here are below 0, "
+        "so what the judge does not know is the best that one can write.",
+        "TRL: nansum made 0 of a completion that no function could score (pull request 5902).",
+        "reward and rewards/reward/mean differ, though there is one function of weight 1; "
+        "reward_max is 0.",
+        two_rewards),
+    Fault(
+        "beta holds nothing: the log says that the policy has hardly moved, the table says that it "
+        "is far away.",
+        "step", "grpo.py",
+        "    reference = base\n",
+        "    reference = policy\n",
+        "Two names of one model. What the optimizer does to the policy it does to the reference, "
+        "so the KL never grows beyond what one iteration does.",
+        "theLMbook copies the policy into its reference in every iteration, about which issue 8 "
+        "asks (its author means to); TRL has a setting for how often (issue 2908).",
+        "kl of the iterations stays small, kl of the table, to the policy before training, does "
+        "not.",
+        two_kls),
+    Fault(
+        "Some prompts teach everything, and their answers are only praised or only blamed.",
+        "advantage", "grpo.py",
+        "advantages = r - r.nanmean(1, keepdim=True)",
+        "advantages = r - r.nanmean()",
+        "The baseline is the mean of the batch. It tells easy prompts from hard ones, not a good "
+        "answer from a bad one of the same prompt.",
+        "grpo-flat, issue 2 (mean and std over all rows).",
+        "advantage_max and advantage_min are beyond 2.47, the most that one of 8 rewards can be "
+        "away from their mean; advantages of a prompt do not add up to 0.",
+        longest_advantage),
+    Fault(
+        "Nothing is ever clipped, however many passes I make over a batch.",
+        "loss", "grpo.py",
+        "log_ratio = logp - old_logp",
+        "log_ratio = logp - logp.detach()",
+        "The old log-probs are those of the sampler. Taken again before each step they are always "
+        "those of now, the ratio is 1, and epsilon bounds nothing.",
+        "torchforge, pull request 571 (logprobs - logprobs.detach()).",
+        "ratio_std is 0, ratio_min and ratio_max are 1, also in the second, third and fourth step.",
+        spread_of_ratio),
+    Fault(
+        "It does not even start, and what disagrees is off by a lot.",
+        "rollout", "rollout.py",
+        "input_mask)[:, -T:]  ",
+        "input_mask)[:, -T - 1:-1]  ",
+        "The hidden state of a token predicts the next one. One place too early, each token is "
+        "asked of the state that predicted the one before.",
+        "TRL, issue 3681 (the wrong slice of the logits).",
+        "The run stops: the ratio is not 1, a token is many nats off, at any temperature.",
+        other_token),
+    Fault(
+        "Influence keeps every other rollout. It might as well throw a coin.",
+        "influence", "grpo.py",
+        "cfg.tracin_val_size, cfg.tracin_val_select, generator)",
+        'cfg.tracin_val_size, "best", generator)',
+        "The target is made of the best held-out rollouts alone. Rewards that are nearly equal "
+        "show no direction: what is normalised and summed up is their noise.",
+        "a port of influence to GRPO found it in its own notes: a validation set of good answers "
+        "alone has no contrast.",
+        "tracin/target_contrast is far below 1, and a warning says so.",
+        contrast, INFLUENCE),
+    Fault(
+        "With influence on, the reward falls.",
+        "influence", "tracin.py",
+        "coef[rows] = -value / len(rows)",
+        "coef[rows] = value / len(rows)",
+        "A target is a loss, which falls where good completions get likelier. Without the minus "
+        "it falls where they get less likely, and the rollouts that do this are kept.",
+        "DataInf, pull request 3 (the minus was missing, so importance was turned round).",
+        "tracin/mean_ip is below 0: to learn from all rollouts would harm the target, although "
+        "both want the same reward. tracin/positive_ratio is below a half.",
+        mean_influence_below_0, INFLUENCE)]
