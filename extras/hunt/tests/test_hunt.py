@@ -50,19 +50,20 @@ def test_a_fault_is_seen_in_its_own_run_and_in_no_healthy_one(number, flags, hea
     assert len(healthy.metrics) == 2, healthy.printed
     assert fault.sign(broken)[1], f"{fault.complaint} Nothing shows it:\n{broken.printed}"
     assert not fault.sign(healthy)[1], "a healthy run shows the sign of a fault"
+    assert hunt.first_difference(healthy.metrics, healthy.metrics) is None
+    if broken.metrics:
+        assert hunt.first_difference(broken.metrics, healthy.metrics), "it would be called healed"
 
 
-def test_a_copy_is_healed_by_the_right_line_alone(tmp_path, flags):
+def test_a_copy_is_healed_by_other_words_for_the_same_line(tmp_path, flags):
     fault = FAULTS[1]
     folder = str(tmp_path / "broken")
     printed(hunt.main, ["2", f"--copy={folder}"])
     assert not os.path.exists(f"{folder}/extras/hunt/faults.py"), "the copy holds the answers"
-    assert "kl_loss" in refusal(hunt.main, ["2", f"--check={folder}", *flags])
-
-    path = f"{folder}/grpo.py"
+    path = f"{folder}/{fault.file}"
     with open(path, encoding="utf-8") as f:
         source = f.read()
-    with open(path, "w", encoding="utf-8") as f:    # not the same text, but the same numbers
+    with open(path, "w", encoding="utf-8") as f:
         f.write(source.replace(fault.new, "loss.kl = (0.5 + 0.5) * cfg.beta * aggregate("))
     assert "healed" in printed(hunt.main, ["2", f"--check={folder}", *flags])
 
