@@ -91,12 +91,19 @@ def recorded(folder, iteration):
 # the iteration that comes next
 
 
+def in_order(rows, scored):
+    """Rows of a step, which may have mixed them, in the order of the batch."""
+    return [rows[i] for i in scored.recording.step.rows.argsort()]
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_it_samples_what_the_run_writes_next(run, run_grpo, tmp_path, name):
     """Bit for bit: texts, rewards, influences and weights, from both checkpoints."""
     folder = shutil.copytree(run(name), tmp_path / "run")
-    next_rows, scored, cfg = sampled(str(folder))
-    earlier, _, _ = sampled(str(folder), before=True)
+    rows, scored, cfg = sampled(str(folder))
+    next_rows = in_order(rows, scored)
+    rows, before, _ = sampled(str(folder), before=True)
+    earlier = in_order(rows, before)
     run_grpo(folder, text_of(folder), "--max_iters=5", "--resume=True", *SETTINGS[name])
     for rows, iteration in ((next_rows, 5), (earlier, 3)):
         written = recorded(str(folder), iteration)
