@@ -19,6 +19,7 @@ from run.checkpoint import load_checkpoint, newest_checkpoint
 from run.evaluation import evaluate
 from run.flags import problems, problems_of_evaluation
 from run.metrics import batch_metrics, std
+from run.run import reward_of
 
 
 def start_of(argv, setup, cfg):
@@ -44,7 +45,7 @@ def debug_step(argv, setup, cfg):
     phase(f"set-up of iteration {it + 1}")
     print_setup(setup, cfg)
     phase(f"evaluation before: {len(setup.eval_prompts)} prompts x {cfg.num_eval_generations}")
-    before = measured(setup, cfg)
+    before = measured(setup, cfg, it)
     print_measures(before)
 
     # what was sampled, and what it is worth
@@ -68,7 +69,7 @@ def debug_step(argv, setup, cfg):
     phase("moved: what the update changed")
     print_moved(setup, cfg, batch, old, striking)
     phase("evaluation after: the same prompts and random numbers")
-    after = measured(setup, cfg)
+    after = measured(setup, cfg, it + 1)
     print_measures(after, before)
 
     phase("red flags")
@@ -114,12 +115,11 @@ def print_setup(setup, cfg):
           + f", learning rate {setup.optimizer.param_groups[0]['lr']:g}")
 
 
-def measured(setup, cfg):
-    """The measures of an evaluation, with "reward": the weighted sum of its rewards."""
-    measures, _ = evaluate(setup, setup.policy, cfg)
-    rewards = [measures[f"rewards/{name}"] for name in cfg.reward_funcs]
-    total = sum(weight * x for weight, x in zip(cfg.reward_weights, rewards))
-    return {"reward": total} | measures
+def measured(setup, cfg, done):
+    """The measures of an evaluation after `done` iterations, with "reward": the weighted sum of its
+    rewards."""
+    measures, _ = evaluate(setup, setup.policy, cfg, done)
+    return {"reward": reward_of(measures, cfg)} | measures
 
 
 def print_measures(measures, before=None):

@@ -82,6 +82,28 @@ def test_rewards_and_divisor_give_the_advantages(flags, run_grpo, tmp_path):
         assert numbers(advantages) == pytest.approx(expected, abs=2e-4 / divisor)
 
 
+def test_rewards_of_its_evaluations_are_those_of_the_run(run_grpo, tmp_path):
+    """A function of weight 0 that abstains changes no sum; the iteration is told as in a run."""
+    (tmp_path / "two.py").write_text("""
+def counted(prompts, completions, iteration):
+    return [100.0 * iteration + len(text) for text in completions]
+
+def watched(prompts, completions):
+    return [None] * len(completions)
+
+reward_funcs = ("counted", "watched")
+reward_weights = (1.0, 0.0)
+""")
+    flags = [str(tmp_path / "two.py"), "--judge=None", "--eval_judge=None"]
+    run_grpo(f"{tmp_path}/run", *flags, "--max_iters=2", "--eval_interval=1")
+    out = run_grpo(f"{tmp_path}/none", f"{tmp_path}/run", *flags, "--debug_step=True")
+    expected = read_rows(f"{tmp_path}/run/eval.jsonl")[-1]["rewards/counted"]
+    reward, = re.findall(r"^  reward +(\S+)", part_of(out, "evaluation before"), re.M)
+    assert float(reward) == pytest.approx(expected, abs=1e-3)
+    reward, *_ = re.findall(r"^  reward +(\S+)", part_of(out, "evaluation after"), re.M)
+    assert 300 < float(reward) < 400
+
+
 def test_gradient_norms_before_and_after_clipping(run_grpo, tmp_path):
     out = run_grpo(tmp_path, "--debug_step=True", "--max_grad_norm=0.01")
     *layers, total = part_of(out, "gradient norms").strip().split("\n")[1:]
