@@ -4,7 +4,7 @@ The check that fast computation gives the right numbers.
 Before a run uses bfloat16 or torch.compile, it computes a few completions with them and in plain
 float32: log-probs, their gradient, and the log-probs recorded while sampling. If they differ too
 much, or something fails, compile is turned off, then bfloat16, and one line says so. The first step
-checks that sampler and trainer agree, and influence (run/metrics.py).
+checks that sampler and trainer agree, and influence (common/guards.py).
 """
 from dataclasses import replace
 
