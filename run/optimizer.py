@@ -6,6 +6,8 @@
 A list of optimizers steps as one: Muon for the matrices, say, and AdamW for the rest. Warm-up and
 decay scale the rate of every parameter group from where the function has set it.
 """
+import inspect
+
 import torch
 
 from common.files import load_optimizer
@@ -74,6 +76,11 @@ def check_made(made, named_parameters):
     if not made or not all(isinstance(one, torch.optim.Optimizer) for one in made):
         raise BadInput(f"optimizer returned {shown(made)}: must be a torch.optim.Optimizer, or a "
                        "list of them")
+    for one in made:
+        closure = inspect.signature(one.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise BadInput(f"optimizer: {type(one).__name__} evaluates the loss several times a "
+                           "step, which this loop cannot: take one whose step() needs no closure")
     taken = [id(p) for one in made for group in one.param_groups for p in group["params"]]
     for name, p in named_parameters:
         if taken.count(id(p)) != 1:

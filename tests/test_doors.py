@@ -306,6 +306,7 @@ def test_the_eps_of_adamw_is_a_setting():
 @pytest.mark.parametrize("made, named", [
     (lambda named, rate: None, "torch.optim.Optimizer"),
     (lambda named, rate: [], "torch.optim.Optimizer"),
+    (lambda named, rate: torch.optim.LBFGS([p for _, p in named], rate), "LBFGS"),
     (lambda named, rate: torch.optim.SGD([p for _, p in named[1:]], rate), "wte.weight"),
     (lambda named, rate: [torch.optim.SGD([p for _, p in named], rate)] * 2, "2 times"),
     (lambda named, rate: torch.optim.SGD(
