@@ -11,6 +11,9 @@
 # There write each `--name=value` that **Try** names into `flags`, and restart the kernel after
 # editing a file.
 #
+# It needs the whole project and matplotlib. If you have this file alone, as in Colab: clone the
+# project, `pip install -r requirements.txt matplotlib` there, and open it in `docs/lesson`.
+#
 # ## 1. A small world
 # The policy is a GPT of a million weights that has read made-up sentences of eight words
 # (`config/lesson.py`). A prompt is the first three, so a completion should be five words and an
@@ -21,6 +24,8 @@ import os
 import sys
 
 sys.path[:0] = [os.path.join(sys.path[0], "../.."), "../.."]     # where the project is
+if not any(os.path.exists(os.path.join(path, "grpo.py")) for path in sys.path):
+    raise SystemExit("the lesson needs the project around it: clone it, open docs/lesson there")
 
 import matplotlib.pyplot as plt
 import torch

@@ -25,7 +25,8 @@ from common.script import BadInput, own_flags, run_script
 from extras.hunt.faults import FAULTS, INFLUENCE, Seen
 
 CONFIG = "extras/hunt/config/hunt.py"
-NOT_COPIED = (".*", "out", "shared", "docs", "tests", "__pycache__", "*.pt", "hunt")
+NOT_COPIED = (".*", "out", "venv", "env", "wandb", "shared", "docs", "tests", "__pycache__", "*.pt",
+              "hunt")
 NUM_SHOWN = 16  # completions, those of two prompts
 CHECKED = 3     # iterations of a copy that are compared with a healthy run's
 
