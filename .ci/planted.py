@@ -242,7 +242,7 @@ COMPILED = of(
     ("half a token is kept", "    cache.length.fill_(cache.num_read - 1)\n", ""))
 
 REPLAY = of(
-    "run/run.py", "test_runs.py",
+    "run/run.py", "test_runs.py::test_a_resumed_run_says_how_far_its_repetition_is_from_the_run",
     ("a repetition is not compared", "if it + 1 in self.earlier:", "if False:"))
 
 FILES = of(
@@ -283,10 +283,14 @@ NOTES = of(
      "batch\n        gradient"))
 
 RUN = of(
-    "run/run.py", "test_runs.py",
+    "run/run.py", "test_runs.py::test_nothing_is_lost_where_ctrl_c_makes_a_reward_fail",
     ("what fails after Ctrl-C loses work", "if self.stopped() and is_failure(error):", "if False:"),
-    ("half an iteration is saved", "self.has_stepped = True", "self.has_stepped = False"),
     ("generators go on after a failure", "            set_random_state(self.random)\n", "")) + of(
+    "run/run.py", "test_runs.py::test_half_an_iteration_is_not_saved",
+    ("half an iteration is saved", "self.has_stepped = True", "self.has_stepped = False")) + of(
+    "common/files.py",
+    "test_files.py::test_a_disk_that_cannot_be_waited_for_serves_and_a_broken_one_does_not",
+    ("a file takes its name before it is on the disk", "        flush(tmp)\n", "")) + of(
     "common/files.py", "test_files.py",
     ("half a last line is read", "    except ValueError:\n        pass\n",
      "    except ValueError:\n        lines.append(last)\n")) + of(
