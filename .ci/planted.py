@@ -298,8 +298,16 @@ RUN = of(
     ("a single value is not drawn", "alone = gap[:-2] & gap[2:]", "alone = gap[:-2] & ~gap[:-2]"),
     ("long names leave the picture", "return names, min(3, max(1, ", "return names, max(3, max(1, "))
 
+COLUMNS = of(
+    "judge/rewards.py", "test_judge.py",
+    ("columns are shared", "[copy.deepcopy(value) for value in x]", "list(x)"))
+
+RESAMPLE = of(
+    "run/metrics.py", "test_resample.py",
+    ("metrics of what is left", "    everything = batch.everything\n", "    everything = batch\n"))
+
 MISTAKES = [*NOTES, *BATCH, *LOSS, *SUM, *KL, *STEP, *NETWORK, *ROLLOUT, *SAMPLER, *TAPE, *INFLUENCE,
-            *ACCOUNT, *TARGET, *DEVICE, *PRECISION, *COMPILED, *REPLAY, *FILES, *PADDING, *NANOGPT, *RUN]
+            *COLUMNS, *RESAMPLE, *ACCOUNT, *TARGET, *DEVICE, *PRECISION, *COMPILED, *REPLAY, *FILES, *PADDING, *NANOGPT, *RUN]
 
 
 def why_not(mistake):
