@@ -270,8 +270,8 @@ def test_a_resumed_run_says_how_far_its_repetition_is_from_the_run(finished, run
     rows[2]["reward"] += 0.25
     write_rows(where / "metrics.jsonl", rows)
     out = run_grpo(where, *FINISHED)
-    note, = [line for line in out.splitlines() if line.startswith("note: repeated iterations 3")]
-    assert "0.25" in note, "how far the rewards are from those before"
+    note = [line for line in out.splitlines() if line.startswith("note: repeated iterations 3")]
+    assert note and "0.25" in note[0], "nothing says how far the rewards are from those before"
     again = run_grpo(where, *FINISHED, "--max_iters=4", "--resume=True")
     assert "repeated" not in again, "nothing was repeated"
 
