@@ -23,6 +23,7 @@ AT_MOST = {
 # settings that may be paths of this machine
 PATHS = ("out_dir", "cache_dir", "comments", "prompts", "eval_prompts", "policy", "judge",
          "eval_judge")
+BUNDLED = ("weights/policy.pt", "weights/judge.pt", "weights/eval_judge.pt")
 ABOVE_0 = ("learning_rate", "adam_eps", "top_p", "top_entropy_quantile", "value_clip")
 BELOW_1 = ("adam_beta1", "adam_beta2", "tracin_target_ema")     # a decay of 1 would never update
 
@@ -32,7 +33,7 @@ def check(cfg):
     a ~ at the beginning of a path. Return cfg."""
     hints = typing.get_type_hints(type(cfg))
     for name in PATHS:
-        setattr(cfg, name, at_home(name, getattr(cfg, name)))
+        setattr(cfg, name, moved(at_home(name, getattr(cfg, name))))
     for name, value in cfg.public().items():
         if wanted := what_it_must_be(name, value, hints[name]):
             raise BadInput(f"{name} = {shown(value)}: must be {wanted}")
@@ -71,6 +72,13 @@ def at_home(name, path):
         raise BadInput(f"{name} = {shown(path)}: there is no such home folder; a folder of the "
                        f"name is ./{path}")
     return found
+
+
+def moved(path):
+    """Where a bundled file lies now, which older runs and copied config files name in weights/."""
+    if path in BUNDLED and not os.path.exists(path):
+        return path.replace("weights/", "data/")
+    return path
 
 
 def is_text(name, value):

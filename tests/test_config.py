@@ -383,3 +383,10 @@ def test_no_error_line_is_long(write):
     refuses("a.py", write(f"raise ValueError('x' * {10 ** 6})"))
     for digits in (320, 10 ** 5):
         refuses("beta", "--beta=" + "9" * digits)
+
+
+def test_a_bundled_file_is_found_by_its_old_name():
+    """Runs and copied config files of older versions name it in weights/."""
+    cfg = load_settings(["--policy=weights/policy.pt", "--judge=weights/judge.pt"])
+    assert (cfg.policy, cfg.judge) == ("data/policy.pt", "data/judge.pt")
+    assert load_settings(["--policy=weights/mine.pt"]).policy == "weights/mine.pt"
