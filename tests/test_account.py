@@ -291,7 +291,7 @@ def trained_again(setup, cfg, states, taken, sentence, it, i, factor):
         if k.it == it:
             factors[i] *= factor
         batch = replace(k.batch, row_weights=factors)
-        setup.optimizer.param_groups[0]["lr"] = grpo.learning_rate(k.it, cfg)
+        grpo.set_learning_rate(setup.optimizer, k.it, cfg)
         grpo.update(setup, batch, None, cfg, seed_for(cfg.seed, "rows", k.it))
     with torch.no_grad():
         logp = completion_logprobs(setup.policy, sentence, cfg.temperature)
@@ -305,9 +305,9 @@ def test_the_derivative_is_that_of_training_again(kind, tmp_path):
     _, found = account_of(world, sentence, tmp_path, damping=0.0)
     f, theta = trained_again(setup, cfg, states, taken, sentence, 0, 0, 1.0)
     assert (theta - states[-1][0]).abs().max() < 1e-9, "training again is another run"
-    same = train_again(setup, cfg, states, taken, torch.ones(ITERATIONS, 12))
+    effects = found.effects[0]                                          # (iterations, N)
+    same = train_again(setup, cfg, states, taken, torch.ones_like(effects))
     assert (same - states[-1][0]).abs().max() < 1e-9, "repeating its steps is another run"
-    effects = found.effects[0]
     size = float(effects.abs().max())
     assert size > 0
     compared = 0
