@@ -126,7 +126,7 @@ FAULTS = [
         "nanochat, issue 810 (the sampled end token is masked as padding); reasoning-from-scratch, "
         "pull request 185.",
         "num_completion_tokens, the tokens with loss, is less than completions/mean_length times "
-        "64 rows: one token a completion is missing.",
+        "64 rows: a token is missing in every completion but the longest, where it wraps.",
         tokens_without_loss),
     Fault(
         "It drifts away from the text it knew. With a higher beta it only drifts faster.",
@@ -141,13 +141,13 @@ FAULTS = [
         least_kl_loss),
     Fault(
         "It does not even start, and what disagrees is off by a little.",
-        "loss", "rollout.py",
+        "rollout", "rollout.py",
         "        if temperature != 1:\n            logits = logits / temperature\n",
         "",
         "Tokens are drawn from softmax(logits / temperature). The trainer asks how likely they "
         "were under softmax(logits), which is another distribution.",
         "simple_GRPO samples at 0.9 and scores at 1; TRL, pull request 3029.",
-        "The run stops: the ratio is not 1, by one or two nats. With --temperature=1 it "
+        "The run stops: the ratio is not 1, by at most some two nats. With --temperature=1 it "
         "starts.",
         left_out_temperature),
     Fault(
@@ -183,8 +183,8 @@ FAULTS = [
         "The baseline is the mean of the batch. It tells easy prompts from hard ones, not a good "
         "answer from a bad one of the same prompt.",
         "grpo-flat, issue 2 (mean and std over all rows).",
-        "advantage_max and advantage_min are beyond 2.47, the most that one of 8 rewards can be "
-        "away from their mean; advantages of a prompt do not add up to 0.",
+        "The advantages of a prompt do not add up to 0. Later advantage_max or advantage_min are "
+        "beyond 2.47, the most that one of 8 rewards can be away from their mean.",
         longest_advantage),
     Fault(
         "Nothing is ever clipped, however many passes I make over a batch.",
@@ -215,8 +215,8 @@ FAULTS = [
         "show no direction: what is normalised and summed up is their noise.",
         "a port of influence to GRPO found it in its own notes: a validation set of good answers "
         "alone has no contrast.",
-        "tracin/target_contrast is near 0.5, where a healthy run has some 1. Below 0.3 a warning "
-        "says so.",
+        "tracin/target_contrast is half of a healthy run's, on average over iterations; below 0.3 "
+        "a warning says so. tracin/target_advantage_min is not below 0.",
         contrast, INFLUENCE),
     Fault(
         "With influence on, the reward hardly moves.",
@@ -226,6 +226,6 @@ FAULTS = [
         "A target is a loss, which falls where good completions get likelier. Without the minus "
         "it falls where they get less likely, and the rollouts that do this are kept.",
         "DataInf, pull request 3 (the minus was missing, so importance was turned round).",
-        "tracin/mean_ip is below 0: to learn from all rollouts would harm the target, although "
-        "both want the same reward. tracin/positive_ratio is below 0.3.",
+        "tracin/mean_ip is below 0 from the first iteration: to learn from all rollouts would harm "
+        "the target, although both want the same reward. tracin/positive_ratio is below 0.3.",
         mean_influence_below_0, INFLUENCE)]
