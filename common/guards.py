@@ -61,8 +61,8 @@ def check_ratio(meter, setup):
         raise SystemExit(
             "stopped before the first step: the ratio is not 1, sampler and trainer disagree by "
             f"{error:.3g} nats on a token: by another temperature, a shift by a token, or "
-            "something in the model that is random or sees padding (or try dtype = 'float32', or device = "
-            "'cpu')")
+            "something in the model that is random or sees padding (or try dtype = 'float32', or "
+            "device = 'cpu')")
 
 
 def check_scores(influence):

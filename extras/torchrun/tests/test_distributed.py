@@ -334,7 +334,8 @@ def test_rank_0_may_take_long_to_prepare_and_nothing_else_may(tmp_path):
                str(program)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert "gathered [0, 1]" in found.stdout, found.stderr
-    assert re.search(r"rank 1 of 2 on \S+: stopped: .*hung", found.stderr), found.stderr
+    assert re.search(r"rank 1 of 2 on \S+: stopped: ", found.stderr), (
+        f"a process waits for ever for one that hangs: {found.stderr}")
     assert found.returncode != 0
 
 
