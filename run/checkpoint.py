@@ -22,7 +22,7 @@ import torch
 from common.files import (
     flush, load_file, load_weights, replacing, save_file, undamaged, write_json)
 from common.processes import rank_and_size
-from common.script import BadInput, hash_of
+from common.script import BadInput, hash_of, seed_for
 from run.optimizer import load_state
 from run.settings import load_settings
 
@@ -86,6 +86,11 @@ def set_random_state(state):
     torch.set_rng_state(state["torch"])
 
 
+def pool_of(setup):
+    """A number for the prompts to train on, in their order."""
+    return seed_for(repr([prompt.text for prompt in setup.prompts]))
+
+
 def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     """Writes a checkpoint: all that the next iteration depends on, and how long the logs are.
     Removes older ones. Raises SystemExit, and writes nothing, if a weight is not finite."""
@@ -107,7 +112,7 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
         base_hash=base_hash, shape=asdict(setup.policy.config), policy=weights,
         optimizer=setup.optimizer.state_dict(),
         reference=setup.reference.state_dict() if cfg.ref_model_sync_steps else None,
-        influence=setup.target_average.state(), seen=setup.seen,
+        influence=setup.target_average.state(), seen=setup.seen, pool=pool_of(setup),
         settings=cfg.public(), random=random_state(),
         **{name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
     if cfg.keep_checkpoints:
@@ -185,8 +190,11 @@ def load_checkpoint(path, setup, cfg):
             if state["age"] < 1 or shapes != [p.shape for p in setup.trained]:
                 raise ValueError("the target's average is of other weights")
             setup.target_average.load_state(state, setup.trained)
-        setup.seen = {i: [list(group) for group in groups]
-                      for i, groups in content.get("seen", {}).items()}
+        if content["seen"] and content["pool"] != pool_of(setup):
+            print("note: the prompts are others than before: choose is told nothing of those")
+        else:
+            setup.seen = {i: [list(group) for group in groups]
+                          for i, groups in content["seen"].items()}
         set_random_state(content["random"])
     return content
 

@@ -467,3 +467,15 @@ def test_the_examples_bear_rewards_that_are_not_known():
     cfg = words(num_generations=8)
     found = examples("advantage")[0]["advantage"](batch, cfg)
     assert found.isfinite().all() and found[2] == 0
+
+
+def test_choose_is_not_told_the_rewards_of_other_prompts(tiny, run_grpo, tmp_path):
+    """Where a run goes on with another pool: what was prompt 3 is another one now."""
+    config = tmp_path / "own.py"
+    told = "print('told of', sum(map(len, rewards)))\n    spread = "
+    config.write_text(OWN.replace("spread = ", told))
+    flags = [str(config), f"--policy={tiny.policy}", "--judge=None", "--eval_judge=None"]
+    run_grpo(tmp_path / "run", *flags, "--max_prompts=12", "--max_iters=2")
+    same = run_grpo(tmp_path / "run", *flags, "--max_prompts=12", "--max_iters=3", "--resume=True")
+    other = run_grpo(tmp_path / "run", *flags, "--max_prompts=9", "--max_iters=4", "--resume=True")
+    assert "told of 8\n" in same and "told of 0\n" in other.split("resumed")[-1]
