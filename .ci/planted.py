@@ -2,7 +2,7 @@
 A test of the tests: plants mistakes one at a time in a copy of the project, and says which test
 catches each.
 
-    python .ci/planted.py                     # all of them, some minutes
+    python .ci/planted.py                     # all of them, about 15 minutes
     python .ci/planted.py "KL sign" clip      # those whose name holds one of these texts
     python .ci/planted.py --list              # finds the lines of all of them, and runs nothing
 
@@ -26,288 +26,399 @@ class Mistake(NamedTuple):
     file: str
     old: str
     new: str
-    test: str       # the file that must catch it, or file::test where the whole takes long
+    test: str       # that must catch it: "file.py::test"
 
 
 def of(file, test, *rows):
-    """Mistakes (name, old, new) in a file."""
+    """Mistakes (name, old, new) in a file, all caught by one test."""
     return [Mistake(name, file, old, new, test) for name, old, new in rows]
 
 
-BATCH = of(
-    "grpo.py", "test_algorithm.py",
-    ("advantage sign", "advantages = r - r.nanmean(1, keepdim=True)",
-     "advantages = r.nanmean(1, keepdim=True) - r"),
-    ("groups of other prompts", "r = rewards.view(-1, num_generations)  ",
-     "r = rewards.view(num_generations, -1).T  "),
-    ("no baseline", "advantages = r - r.nanmean(1, keepdim=True)", "advantages = r / 100"),
-    ("baseline of the batch", "advantages = r - r.nanmean(1, keepdim=True)",
-     "advantages = r - r.nanmean()"),
-    ("std with n", "(squares / (n - 1).clamp(min=1)).sqrt()", "(squares / n.clamp(min=1)).sqrt()"),
-    ("std over the prompts", "nanstd(r if", "r.std(0) if scale_rewards != 'batch' else nanstd(r if"),
-    ("std of the batch", "nanstd(r if", "nanstd(rewards if"))
-BATCH += of(
-    "run/sampling.py", "test_algorithm.py",
-    ("scored for another prompt", "for prompt in prompts for _ in range(cfg.num_generations)]",
-     "for _ in range(cfg.num_generations) for prompt in prompts]"),
-    ("sampling temperature forgotten", "**cfg.sampling)", '**cfg.sampling | {"temperature": 1.0})'))
+MISTAKES = [
+    # test_algorithm.py
+    *of("grpo.py",
+        "test_algorithm.py::test_the_advantage_is_the_reward_less_the_mean_of_its_group",
+        ("advantage sign", "advantages = r - r.nanmean(1, keepdim=True)",
+         "advantages = r.nanmean(1, keepdim=True) - r"),
+        ("groups of other prompts", "r = rewards.view(-1, num_generations)  ",
+         "r = rewards.view(num_generations, -1).T  "),
+        ("no baseline", "advantages = r - r.nanmean(1, keepdim=True)", "advantages = r / 100"),
+        ("baseline of the batch", "advantages = r - r.nanmean(1, keepdim=True)",
+         "advantages = r - r.nanmean()"),
+        ("std with n", "(squares / (n - 1).clamp(min=1)).sqrt()",
+         "(squares / n.clamp(min=1)).sqrt()"),
+        ("std over the prompts", "nanstd(r if",
+         "r.std(0) if scale_rewards != 'batch' else nanstd(r if"),
+        ("std of the batch", "nanstd(r if", "nanstd(rewards if")),
+    *of("run/sampling.py",
+        "test_algorithm.py::test_each_completion_is_compared_with_those_of_its_own_prompt",
+        ("scored for another prompt", "for prompt in prompts for _ in range(cfg.num_generations)]",
+         "for _ in range(cfg.num_generations) for prompt in prompts]")),
+    *of("run/sampling.py",
+        "test_algorithm.py::test_each_log_prob_is_of_its_token_given_the_tokens_before_it",
+        ("sampling temperature forgotten", "**cfg.sampling)",
+         '**cfg.sampling | {"temperature": 1.0})')),
+    *of("model.py",
+        "test_algorithm.py::test_each_log_prob_is_of_its_token_given_the_tokens_before_it",
+        ("padding counts as a position", "(attention_mask.cumsum(1) - 1).clamp(min=0)[:, column]",
+         "column.expand(B, T)"),
+        ("later tokens are seen", "mask = mask & (key <= query)",
+         "mask = mask & (key <= query + 1)")),
+    *of("rollout.py",
+        "test_algorithm.py::test_each_log_prob_is_of_its_token_given_the_tokens_before_it",
+        ("log-probs shifted by one", "input_mask)[:, -T:]  ", "input_mask)[:, -T - 1:-1]  "),
+        ("trainer forgets the temperature", "logits = logits / temperature", "pass"),
+        ("cache of another row", "        cache.keep(order)",
+         "        cache.keep(order.sort().values)")),
+    *of("grpo.py", "test_algorithm.py::test_divisors_by_hand",
+        ("loss sign", "aggregate(-objective * b", "aggregate(objective * b"),
+        ("grpo divides by the width", "(x.sum(1) / row_tokens).sum()",
+         "(x.sum(1) / x.shape[1]).sum()"),
+        ("dr_grpo divides by the width", "x.sum() / (step.num_rows * cfg.max_completion_length)",
+         "x.sum() / (step.num_rows * x.shape[1])"),
+        ("dapo divides by the micro-batch", "x.sum() / max(step.num_tokens, 1)",
+         "x.sum() / mask.sum()"),
+        ("dapo divides by rows", "x.sum() / max(step.num_tokens, 1)", "x.sum() / step.num_rows"),
+        ("dapo divides by positions", "x.sum() / max(step.num_tokens, 1)",
+         "x.sum() / mask.numel()")),
+    *of("grpo.py", "test_algorithm.py::test_the_clip_acts_on_the_right_side",
+        ("clip takes the larger", "return torch.min(capped * A,", "return torch.max(capped * A,"),
+        ("clip without its bounds", "ratio.clamp(low, high) * A)", "ratio * A)"),
+        ("ratio upside down", "log_ratio = logp - old_logp", "log_ratio = old_logp - logp")),
+    *of("grpo.py", "test_algorithm.py::test_the_ratio_compares_with_the_policy_that_sampled",
+        ("old log-probs of now", "log_ratio = logp - old_logp",
+         "log_ratio = logp - logp.detach()")),
+    *of("grpo.py",
+        "test_algorithm.py::test_a_completion_is_its_tokens_up_to_and_with_the_end_token",
+        ("loss on padding", "loss_mask = rollout.sampled_mask\n",
+         "loss_mask = torch.ones_like(rollout.sampled_mask)\n"),
+        ("end token without loss", "loss_mask = rollout.sampled_mask\n",
+         "loss_mask = rollout.sampled_mask & rollout.sampled_mask.roll(-1, 1)\n")),
+    *of("rollout.py",
+        "test_algorithm.py::test_a_completion_is_its_tokens_up_to_and_with_the_end_token",
+        ("end token out of the mask", "self.completion_mask[rows, t] = running",
+         "self.completion_mask[rows, t] = running & (token != ends[0])")),
+    *of("grpo.py", "test_algorithm.py::test_the_entropy_quantile_keeps_the_least_certain_tokens",
+        ("least entropy kept", "mask & (entropy >= entropies", "mask & (entropy <= entropies")),
+    *of("grpo.py", "test_algorithm.py::test_the_kl_by_hand",
+        ("KL the wrong way", "d = ref_logp - logp\n", "d = logp - ref_logp\n"),
+        ("KL sign", "return torch.expm1(bounded(d)) - d", "return d - torch.expm1(bounded(d))")),
+    *of("grpo.py", "test_algorithm.py::test_a_large_beta_pulls_the_policy_back_to_the_reference",
+        ("KL taken off the loss", "return self.policy + self.rest",
+         "return self.policy - self.rest"),
+        ("KL left out", "loss.kl = cfg.beta * aggregate(", "loss.kl = 0 * aggregate("),
+        ("reference is the policy", "setup.reference_fn, ", "setup.policy_fn, ")),
+    *of("grpo.py",
+        "test_algorithm.py::test_a_completion_that_the_reference_finds_unlikely_is_worth_less",
+        ("KL added to the reward", "rewards - cfg.beta * batch.kl.sum",
+         "rewards + cfg.beta * batch.kl.sum"),
+        ("KL of a row's mean in the reward", "batch.kl.sum(1)", "batch.kl.mean(1)")),
+    *of("grpo.py", "test_algorithm.py::test_the_reference_scores_at_the_sampling_temperature",
+        ("reference of other rows", "    all_reduce([ref_logp])",
+         "    ref_logp = ref_logp.roll(1, 0)"),
+        ("reference at temperature 1", "setup.reference_fn, rollout[rows], cfg.temperature)",
+         "setup.reference_fn, rollout[rows])")),
+    *of("model.py", "test_algorithm.py::test_padding_is_not_read",
+        ("padding is seen", "mask = attention_mask[:, None, :]  ",
+         "mask = torch.ones_like(attention_mask)[:, None, :]  ")),
+    *of("rollout.py", "test_algorithm.py::test_the_ratio_is_1_on_the_first_pass",
+        ("trainer forgets truncation",
+         "            logits = logits.masked_fill(~allowed, -math.inf)\n        return function",
+         "            pass\n        return function")),
+    *of("rollout.py", "test_algorithm.py::test_top_p_keeps_the_token_that_crosses_the_line",
+        ("top-p off by one token", "probs.cumsum(-1) - probs >= top_p",
+         "probs.cumsum(-1) >= top_p")),
 
-LOSS = of(
-    "grpo.py", "test_algorithm.py",
-    ("loss sign", "aggregate(-objective * b", "aggregate(objective * b"),
-    ("clip takes the larger", "return torch.min(capped * A,", "return torch.max(capped * A,"),
-    ("clip without its bounds", "ratio.clamp(low, high) * A)", "ratio * A)"),
-    ("ratio upside down", "log_ratio = logp - old_logp", "log_ratio = old_logp - logp"),
-    ("old log-probs of now", "log_ratio = logp - old_logp", "log_ratio = logp - logp.detach()"),
-    ("grpo divides by the width", "(x.sum(1) / row_tokens).sum()", "(x.sum(1) / x.shape[1]).sum()"),
-    ("dr_grpo divides by the width", "x.sum() / (step.num_rows * cfg.max_completion_length)",
-     "x.sum() / (step.num_rows * x.shape[1])"),
-    ("dapo divides by the micro-batch", "x.sum() / max(step.num_tokens, 1)",
-     "x.sum() / mask.sum()"),
-    ("dapo divides by rows", "x.sum() / max(step.num_tokens, 1)", "x.sum() / step.num_rows"),
-    ("dapo divides by positions", "x.sum() / max(step.num_tokens, 1)", "x.sum() / mask.numel()"),
-    ("loss on padding", "loss_mask = rollout.sampled_mask\n",
-     "loss_mask = torch.ones_like(rollout.sampled_mask)\n"),
-    ("end token without loss", "loss_mask = rollout.sampled_mask\n",
-     "loss_mask = rollout.sampled_mask & rollout.sampled_mask.roll(-1, 1)\n"),
-    ("least entropy kept", "mask & (entropy >= entropies", "mask & (entropy <= entropies"))
+    # test_step.py
+    *of("grpo.py", "test_step.py::test_passes_mini_batches_and_micro_batches",
+        ("tokens counted with padding", "num_tokens = int(batch.loss_mask[mini].sum())",
+         "num_tokens = batch.loss_mask[mini].numel()"),
+        ("gradients kept after a step", "        setup.optimizer.zero_grad(set_to_none=True)\n",
+         ""),
+        ("the first mini-batch again and again",
+         "for mini in rows.split(cfg.mini_batch_size or N):",
+         "for mini in rows.split(cfg.mini_batch_size or N)[:1]:")),
+    *of("grpo.py", "test_step.py::test_the_reference_follows_the_policy",
+        ("reference follows backwards", "r.lerp_(p, alpha)", "r.lerp_(p, 1 - alpha)")),
+    *of("grpo.py", "test_step.py::test_the_entropy_quantile_is_of_each_step_as_the_policy_is_then",
+        ("entropies of the sampler in every step", "    if not fresh:\n", "    if False:\n")),
+    *of("grpo.py", "test_step.py::test_truncated_completions_carry_no_loss",
+        ("truncated completions learned from", "loss_mask & rollout.ended[:, None]", "loss_mask")),
+    *of("grpo.py", "test_step.py::test_the_entropy_bonus_is_the_mean_over_tokens_with_loss",
+        ("entropy bonus is a fine", "loss.entropy = -cfg", "loss.entropy = cfg")),
+    *of("run/optimizer.py", "test_step.py::test_matrices_decay_and_no_bias_or_gain_does",
+        ("biases decay", '{"params": vectors, "weight_decay": 0.0}',
+         '{"params": vectors, "weight_decay": cfg.weight_decay}')),
 
-KL = of(
-    "grpo.py", "test_algorithm.py",
-    ("KL the wrong way", "d = ref_logp - logp\n", "d = logp - ref_logp\n"),
-    ("KL sign", "return torch.expm1(bounded(d)) - d", "return d - torch.expm1(bounded(d))"),
-    ("KL taken off the loss", "return self.policy + self.rest", "return self.policy - self.rest"),
-    ("KL left out", "loss.kl = cfg.beta * aggregate(", "loss.kl = 0 * aggregate("),
-    ("KL added to the reward", "rewards - cfg.beta * batch.kl.sum", "rewards + cfg.beta * batch.kl.sum"),
-    ("KL of a row's mean in the reward", "batch.kl.sum(1)", "batch.kl.mean(1)"),
-    ("reference of other rows", "    all_reduce([ref_logp])", "    ref_logp = ref_logp.roll(1, 0)"),
-    ("reference is the policy", "setup.reference_fn, ", "setup.policy_fn, "),
-    ("reference at temperature 1", "setup.reference_fn, rollout[rows], cfg.temperature)",
-     "setup.reference_fn, rollout[rows])"))
+    # test_loss.py
+    *of("grpo.py", "test_loss.py::test_a_function_of_weight_0_changes_nothing",
+        ("a watched reward counts",
+         "return scores[:, weights != 0].double(), weights[weights != 0]",
+         "return scores.double(), weights")),
+    *of("grpo.py", "test_loss.py::test_sums_that_are_equal_but_for_rounding_teach_nothing",
+        ("sums that differ by rounding", "(spread <= 1e-9 * size) | (spread <= rounding)",
+         "spread <= 0")),
+    *of("grpo.py", "test_loss.py::test_the_loss_against_plain_python",
+        ("KL corrected by the row's ratio", "of_policy = kl * token_ratio",
+         "of_policy = kl * ratio"),
+        ("KL logged as of the sampler", "loss.kl_by_token = of_policy.detach()",
+         "loss.kl_by_token = kl.detach()")),
+    *of("grpo.py", "test_loss.py::test_no_log_ratio_overflows",
+        ("ratios without a bound", "token_ratio = bounded(log_ratio).exp()",
+         "token_ratio = log_ratio.exp()")),
+    *of("grpo.py", "test_loss.py::test_nothing_reads_what_stands_under_the_mask",
+        ("mask forgotten in the sum", "    x = x * mask\n", "")),
 
-STEP = of(
-    "grpo.py", "test_step.py",
-    ("tokens counted with padding", "num_tokens = int(batch.loss_mask[mini].sum())",
-     "num_tokens = batch.loss_mask[mini].numel()"),
-    ("gradients kept after a step", "        setup.optimizer.zero_grad(set_to_none=True)\n", ""),
-    ("the first mini-batch again and again", "for mini in rows.split(cfg.mini_batch_size or N):",
-     "for mini in rows.split(cfg.mini_batch_size or N)[:1]:"),
-    ("reference follows backwards", "r.lerp_(p, alpha)", "r.lerp_(p, 1 - alpha)"),
-    ("entropies of the sampler in every step", "    if not fresh:\n", "    if False:\n"),
-    ("truncated completions learned from", "loss_mask & rollout.ended[:, None]", "loss_mask"),
-    ("entropy bonus is a fine", "loss.entropy = -cfg", "loss.entropy = cfg"))
+    # test_metrics.py
+    *of("run/metrics.py", "test_metrics.py::test_metrics_of_the_loss_are_those_of_plain_python",
+        ("spread of the ratio without its mean", "(squares - total ** 2 / count)", "squares")),
+    *of("run/metrics.py",
+        "test_metrics.py::test_the_spread_of_the_ratio_leaves_out_what_has_no_loss",
+        ("least ratio of what is masked", "ratio.masked_fill(~unit, math.inf).min()",
+         "ratio.min()")),
+    *of("run/metrics.py",
+        "test_metrics.py::test_an_environments_token_under_the_loss_stops_the_run",
+        ("strays that nobody counts", "strays = loss.batch.loss_mask & ~sampled",
+         "strays = loss.batch.loss_mask & ~loss.batch.loss_mask")),
+    *of("run/metrics.py", "test_metrics.py::test_metrics_of_a_target",
+        ("the target's loss is not by rollout", ".sum(1)[rows] * len(rows)", ".sum(1)[rows]")),
+    *of("run/metrics.py", "test_metrics.py::test_metrics_of_a_batch_are_those_of_plain_python",
+        ("twins of another group", "group = completions[i:i + num_generations]",
+         "group = completions")),
+    *of("grpo.py", "test_metrics.py::test_a_sync_counts_the_tensors_that_differ",
+        ("a sync that does nothing", "        r.lerp_(p, alpha)", "        r.lerp_(p, 0 * alpha)")),
+    *of("grpo.py", "test_metrics.py::test_the_kls_share_of_the_gradient",
+        ("the KL's gradient beside itself", 'batch, step, "policy")\n    return float',
+         'batch, step, "kl")\n    return float')),
 
-STEP += of(
-    "run/optimizer.py", "test_step.py",
-    ("biases decay", '{"params": vectors, "weight_decay": 0.0}',
-     '{"params": vectors, "weight_decay": cfg.weight_decay}'))
+    # test_rollout.py
+    *of("rollout.py", "test_rollout.py::test_no_way_of_decoding_changes_a_rollout",
+        ("noise of another row", "noise[rows, t], sampling)", "noise[rows.roll(1), t], sampling)")),
+    *of("rollout.py", "test_rollout.py::test_log_probs_in_one_buffer_are_those_of_torch",
+        ("no token in a log-prob's gradient", "found.scatter_add_(1, targets, grad)", "found")),
+    *of("rollout.py", "test_rollout.py::test_forced_tokens_stand_where_they_were_put",
+        ("an environment's end token ends a row", "|= sampled & (token == end)",
+         "|= self.tokens[rows, column] == end")),
 
-NETWORK = of(
-    "model.py", "test_algorithm.py",
-    ("padding counts as a position", "(attention_mask.cumsum(1) - 1).clamp(min=0)[:, column]",
-     "column.expand(B, T)"),
-    ("padding is seen", "mask = attention_mask[:, None, :]  ",
-     "mask = torch.ones_like(attention_mask)[:, None, :]  "),
-    ("later tokens are seen", "mask = mask & (key <= query)", "mask = mask & (key <= query + 1)"))
+    # test_tape.py
+    *of("tape.py", "test_tape.py::test_a_tape_is_one_backward_per_row",
+        ("tokens of other rows in the product", "total.addmm_(b.T, a)",
+         "total.addmm_(b.T, a.roll(1, 0))"),
+        ("tokens of other rows in the score", "F.linear(a, target).mul_(b)",
+         "F.linear(a, target).mul_(b.roll(1, 0))"),
+        ("embeddings forgotten", "x = F.embedding(b, target).mul_(a)", "x = 0 * a"),
+        ("tokens that are needed are left out", ".any(1)", ".sum(1).relu()"),
+        ("last use of a layer",
+         "self.records[p].append(found)",
+         "self.records[p][:] = [r for r in self.records[p] if r.b.dim() != found.b.dim() "
+         "or r.rows.max() < found.rows.min()] + [found]"),
+        ("last micro-batch",
+         "self.records[p].append(found)",
+         "self.records[p][:] = [r for r in self.records[p] if r.b.dim() != found.b.dim()] "
+         "+ [found]"),
+        ("last micro-batch of a vector", "if not self.records[p]:\n", "if True:\n"),
+        ("no bias in the score", "x = (b @ target).mul_(a)",
+         "x = (b @ target).mul_(a) * (a.shape[1] > 1)"),
+        ("b of another row", "layer.kind(self.module, name, self.x, b)",
+         "layer.kind(self.module, name, self.x, b.roll(1, 0))"),
+        ("a not normalised",
+         "b * normalise(x.to(wide(b.dtype)), module.normalized_shape, eps=module.eps)",
+         "b * x"),
+        ("own part not scaled", "g * scale[p] if p in scale else g", "g"),
+        ("norms of the first rows alone", "for start in range(0, len(rows), k):",
+         "for start in [0]:"),
+        ("rows are not weighed", "(a * weights[rows][:, None])", "a"),
+        ("an id that pads gets a gradient", "if padding is not None:", "if False:")),
+    *of("tape.py", "test_tape.py::test_the_calls_for_a_row_do_not_grow_with_the_micro_batches",
+        ("records of all micro-batches are gone through", "if len(here) > 0:", "if True:")),
+    *of("tape.py", "test_tape.py::test_a_head_that_leaves_autocast_is_kept_in_half_the_memory",
+        ("a head is kept in float32", "found.rounded(self.dtype)", "found")),
+    *of("tape.py", "test_tape.py::test_bfloat16_keeps_scores_and_does_not_round_weights",
+        ("a weight is rounded to bfloat16", "weights[rows][:, None])",
+         "weights[rows][:, None].to(a.dtype))")),
+    *of("tape.py", "test_tape.py::test_a_model_may_be_given_flattened_tokens_throughout",
+        ("flattened tokens begin anew with every piece", "self.given[module] += len(x)", "pass")),
+    *of("tape.py", "test_tape.py::test_what_it_cannot_see_is_named",
+        ("a second backward counts twice", "            self.x = None", "            pass")),
 
-ROLLOUT = of(
-    "rollout.py", "test_algorithm.py",
-    ("log-probs shifted by one", "input_mask)[:, -T:]  ", "input_mask)[:, -T - 1:-1]  "),
-    ("trainer forgets the temperature", "logits = logits / temperature", "pass"),
-    ("trainer forgets truncation",
-     "            logits = logits.masked_fill(~allowed, -math.inf)\n        return function",
-     "            pass\n        return function"),
-    ("end token out of the mask", "self.completion_mask[rows, t] = running",
-     "self.completion_mask[rows, t] = running & (token != ends[0])"),
-    ("top-p off by one token", "probs.cumsum(-1) - probs >= top_p", "probs.cumsum(-1) >= top_p"),
-    ("cache of another row", "        cache.keep(order)", "        cache.keep(order.sort().values)"))
+    # test_influence.py
+    *of("tracin.py", "test_influence.py::test_which_held_out_rollouts_are_the_target",
+        ("balanced is the best", '"balanced": size // 2', '"balanced": 0')),
+    *of("tracin.py", "test_influence.py::test_a_target_function_is_given_the_held_out_rollouts",
+        ("a function gets all held-out rollouts", "some_of(batch, rows)\n        gradient",
+         "batch\n        gradient")),
+    *of("tracin.py", "test_influence.py::test_influence_and_step_against_one_backward_per_row",
+        ("influence of the wrong sign", "self.policy_coef * products)",
+         "-self.policy_coef * products)")),
+    *of("tracin.py", "test_influence.py::test_leave_one_out_and_self_share",
+        ("own part left in", "raw - own.to(raw) if cfg", "raw if cfg")),
+    *of("tracin.py", "test_influence.py::test_all_rows_kept_are_plain_grpo",
+        ("rest of the loss dropped", "self.tape.backward_summed(loss.rest)",
+         "self.tape.backward_summed(0 * loss.rest)")),
+    *of("tracin.py", "test_influence.py::test_coefficients_of_targets",
+        ("target of bad rewards", "value = (r - r.mean()) / ", "value = (r.mean() - r) / ")),
 
-SAMPLER = of(
-    "rollout.py", "test_rollout.py",
-    ("noise of another row", "noise[rows, t], sampling)", "noise[rows.roll(1), t], sampling)"),
-    ("no token in a log-prob's gradient", "found.scatter_add_(1, targets, grad)", "found"),
-    ("an environment's end token ends a row", "|= sampled & (token == end)",
-     "|= self.tokens[rows, column] == end"))
+    # test_account.py
+    *of("explain/account.py",
+        "test_account.py::test_shares_add_up_and_are_those_of_brute_force[plain]",
+        ("account: momentum forgotten", "U = k.b1 * U -", "U = 0 * U -"),
+        ("account: bias correction forgotten", "1 - b1 ** count, 1 - b2 ** count)", "1.0, 1.0)"),
+        ("account: off by one step", "zip(taken, states, states[1:], means)",
+         "zip(taken, states[1:], states[1:], means)")),
+    *of("explain/target.py",
+        "test_account.py::test_shares_add_up_and_are_those_of_brute_force[plain]",
+        ("account: the slope before the step alone", "shares = [0.5, *[1.0] * (parts - 1), 0.5]",
+         "shares = [1.0, *[1.0] * (parts - 1), 0.0]"),
+        ("account: the slope after the step alone", "shares = [0.5, *[1.0] * (parts - 1), 0.5]",
+         "shares = [0.0, *[1.0] * (parts - 1), 1.0]")),
+    *of("explain/account.py",
+        "test_account.py::test_the_derivative_is_that_of_training_again[plain]",
+        ("account: momentum forgotten in the derivative", "m = k.b1 * m +",
+         "m = k.b1 * m.detach() +"),
+        ("account: AdamW's v is a constant", "s = (v / k.c2", "s = (v.detach() / k.c2"),
+        ("account: no Hessian", "derivative[0] += hessian_times(setup, cfg, k, before[0], L)",
+         "pass")),
+    *of("explain/account.py",
+        "test_account.py::test_shares_add_up_and_are_those_of_brute_force[clipped]",
+        ("account: clip forgotten", "(1 - k.b1) * k.clip * U", "(1 - k.b1) * U")),
+    *of("explain/account.py",
+        "test_account.py::test_the_derivative_is_that_of_training_again[clipped]",
+        ("account: what clips does not depend on the rollout", "if clip < 1:", "if False:")),
+    *of("explain/account.py",
+        "test_account.py::test_shares_add_up_and_are_those_of_brute_force[rates]",
+        ("account: weight decay forgotten", "(1 - k.lr * k.decay) * theta", "theta")),
+    *of("explain/account.py",
+        "test_account.py::test_the_derivative_is_that_of_training_again[kl and entropy]",
+        ("account: the Hessian of the policy's loss alone", "gradient(loss.total,",
+         "gradient(loss.policy,")),
+    *of("explain/account.py",
+        "test_account.py::test_the_derivative_is_that_of_training_again[mini-batches and passes]",
+        ("account: the Hessian of the last micro-batch", "products[i] += gradient",
+         "products[i] = gradient")),
+    *of("explain/account.py",
+        "test_account.py::test_shares_add_up_and_are_those_of_brute_force[positive]",
+        ("account: row weights forgotten",
+         "Recording(grpo.losses, setup, k.batch, ",
+         "Recording(grpo.losses, setup, replace(k.batch, row_weights=0 * "
+         "k.batch.row_weights + 1), ")),
+    *of("explain/target.py", "test_account.py::test_the_slope_is_that_of_the_expected_reward",
+        ("held-out reward: baseline forgotten", "(groups - others).flatten()", "groups.flatten()"),
+        ("held-out reward: a completion is in its own baseline", "- groups) / max(1, count - 1)",
+         ") / count"),
+        ("held-out reward: completions of the wrong weights",
+         "self.setup, self.setup.policy, self.prompts",
+         "self.setup, self.setup.base, self.prompts")),
 
-TAPE = of(
-    "tape.py", "test_tape.py",
-    ("tokens of other rows in the product", "total.addmm_(b.T, a)",
-     "total.addmm_(b.T, a.roll(1, 0))"),
-    ("tokens of other rows in the score", "F.linear(a, target).mul_(b)",
-     "F.linear(a, target).mul_(b.roll(1, 0))"),
-    ("embeddings forgotten", "x = F.embedding(b, target).mul_(a)", "x = 0 * a"),
-    ("tokens that are needed are left out", ".any(1)", ".sum(1).relu()"),
-    ("last use of a layer", "self.records[p].append(found)",
-     "self.records[p][:] = [r for r in self.records[p] if r.b.dim() != found.b.dim() or "
-     "r.rows.max() < found.rows.min()] + [found]"),
-    ("last micro-batch", "self.records[p].append(found)",
-     "self.records[p][:] = [r for r in self.records[p] if r.b.dim() != found.b.dim()] + [found]"),
-    ("last micro-batch of a vector", "if not self.records[p]:\n", "if True:\n"),
-    ("no bias in the score", "x = (b @ target).mul_(a)", "x = (b @ target).mul_(a) * (a.shape[1] > 1)"),
-    ("b of another row", "layer.kind(self.module, name, self.x, b)",
-     "layer.kind(self.module, name, self.x, b.roll(1, 0))"),
-    ("a not normalised",
-     "b * normalise(x.to(wide(b.dtype)), module.normalized_shape, eps=module.eps)", "b * x"),
-    ("own part not scaled", "g * scale[p] if p in scale else g", "g"),
-    ("records of all micro-batches are gone through", "if len(here) > 0:", "if True:"),
-    ("a head is kept in float32", "found.rounded(self.dtype)", "found"),
-    ("norms of the first rows alone", "for start in range(0, len(rows), k):", "for start in [0]:"),
-    ("rows are not weighed", "(a * weights[rows][:, None])", "a"),
-    ("a weight is rounded to bfloat16", "weights[rows][:, None])", "weights[rows][:, None].to(a.dtype))"),
-    ("flattened tokens begin anew with every piece", "self.given[module] += len(x)", "pass"),
-    ("a second backward counts twice", "            self.x = None", "            pass"))
+    # test_resample.py
+    *of("run/metrics.py", "test_resample.py::test_metrics_and_samples_are_of_all_that_was_sampled",
+        ("metrics of what is left", "    everything = batch.everything\n",
+         "    everything = batch\n")),
 
-INFLUENCE = of(
-    "tracin.py", "test_influence.py",
-    ("influence of the wrong sign", "self.policy_coef * products)", "-self.policy_coef * products)"),
-    ("own part left in", "raw - own.to(raw) if cfg", "raw if cfg"),
-    ("rest of the loss dropped", "self.tape.backward_summed(loss.rest)",
-     "self.tape.backward_summed(0 * loss.rest)"))
-INFLUENCE += of(
-    "tracin.py", "test_influence.py",
-    ("target of bad rewards", "value = (r - r.mean()) / ", "value = (r.mean() - r) / "))
+    # test_judge.py
+    *of("judge/rewards.py",
+        "test_judge.py::test_what_a_reward_does_to_its_columns_stays_with_its_row",
+        ("columns are shared", "[copy.deepcopy(value) for value in x]", "list(x)")),
+    *of("judge/scorer.py", "test_judge.py::test_bfloat16_ties_no_scores",
+        ("a judge's last layer in bfloat16", "exact_linear(self.score, x[:, 0])",
+         "self.score(x[:, 0])")),
 
-ACCOUNT = of(
-    "explain/account.py", "test_account.py",
-    ("account: momentum forgotten", "U = k.b1 * U -", "U = 0 * U -"),
-    ("account: momentum forgotten in the derivative", "m = k.b1 * m +", "m = k.b1 * m.detach() +"),
-    ("account: clip forgotten", "(1 - k.b1) * k.clip * U", "(1 - k.b1) * U"),
-    ("account: what clips does not depend on the rollout", "if clip < 1:", "if False:"),
-    ("account: bias correction forgotten", "1 - b1 ** count, 1 - b2 ** count)", "1.0, 1.0)"),
-    ("account: off by one step", "zip(taken, states, states[1:], means)",
-     "zip(taken, states[1:], states[1:], means)"),
-    ("account: weight decay forgotten", "(1 - k.lr * k.decay) * theta", "theta"),
-    ("account: AdamW's v is a constant", "s = (v / k.c2", "s = (v.detach() / k.c2"),
-    ("account: no Hessian", "derivative[0] += hessian_times(setup, cfg, k, before[0], L)", "pass"),
-    ("account: the Hessian of the policy's loss alone", "gradient(loss.total,",
-     "gradient(loss.policy,"),
-    ("account: the Hessian of the last micro-batch", "products[i] += gradient",
-     "products[i] = gradient"),
-    ("account: row weights forgotten", "Recording(grpo.losses, setup, k.batch, ",
-     "Recording(grpo.losses, setup, replace(k.batch, row_weights=0 * k.batch.row_weights + 1), "))
+    # test_data.py
+    *of("common/files.py",
+        "test_data.py::test_a_quote_that_never_closes_swallows_no_rows_but_is_refused_with_its_row",
+        ("a quote swallows the rest", "csv.DictReader(lines, strict=True)",
+         "csv.DictReader(lines)")),
+    *of("data/comments.py", "test_data.py::test_a_name_with_a_dot_is_a_column_or_a_path",
+        ("a name with a dot is always a path", "if row.get(name) is not None:",
+         'if "." not in name and row.get(name) is not None:')),
 
-TARGET = of(
-    "explain/target.py", "test_account.py",
-    ("held-out reward: baseline forgotten", "(groups - others).flatten()", "groups.flatten()"),
-    ("held-out reward: a completion is in its own baseline", "- groups) / max(1, count - 1)",
-     ") / count"),
-    ("held-out reward: completions of the wrong weights", "self.setup, self.setup.policy, self.prompts",
-     "self.setup, self.setup.base, self.prompts"),
-    ("account: the slope before the step alone", "shares = [0.5, *[1.0] * (parts - 1), 0.5]",
-     "shares = [1.0, *[1.0] * (parts - 1), 0.0]"),
-    ("account: the slope after the step alone", "shares = [0.5, *[1.0] * (parts - 1), 0.5]",
-     "shares = [0.0, *[1.0] * (parts - 1), 1.0]"))
+    # test_report.py
+    *of("run/flags.py", "test_report.py::test_each_warning_fires_in_its_case_alone",
+        ("a gradient near zero is 0", 'm["grad_norm"] < least', 'm["grad_norm"] == 0'),
+        ("log-probs near zero are 0", 'm["logp"] > -1e-3', 'm["logp"] == 0')),
+    *of("run/flags.py",
+        "test_report.py::test_a_ratio_of_1_is_right_in_a_single_step_and_where_nothing_is_learned",
+        ("a single step is warned of", 'm["num_steps"] > 1 and distance', "distance")),
+    *of("run/flags.py", "test_report.py::test_where_the_reward_has_risen_one_answer_may_be_right",
+        ("a risen reward excuses nothing", 'm["identical_completions"] > 0.5 and not solved',
+         'm["identical_completions"] > 0.5')),
+    *of("run/flags.py", "test_report.py::test_what_fell_between_two_evaluations",
+        ("a fall within the noise", "fall > 3 * noise", "fall > 0")),
 
-SUM = of(
-    "grpo.py", "test_loss.py",
-    ("a watched reward counts", "return scores[:, weights != 0].double(), weights[weights != 0]",
-     "return scores.double(), weights"),
-    ("sums that differ by rounding", "(spread <= 1e-9 * size) | (spread <= rounding)", "spread <= 0"),
-    ("KL corrected by the row's ratio", "of_policy = kl * token_ratio", "of_policy = kl * ratio"),
-    ("KL logged as of the sampler", "loss.kl_by_token = of_policy.detach()",
-     "loss.kl_by_token = kl.detach()"),
-    ("ratios without a bound", "token_ratio = bounded(log_ratio).exp()",
-     "token_ratio = log_ratio.exp()"),
-    ("mask forgotten in the sum", "    x = x * mask\n", ""))
+    # test_runs.py
+    *of("run/run.py",
+        "test_runs.py::test_a_resumed_run_says_how_far_its_repetition_is_from_the_run",
+        ("a repetition is not compared", "if it + 1 in self.earlier:", "if False:")),
+    *of("run/run.py", "test_runs.py::test_nothing_is_lost_where_ctrl_c_makes_a_reward_fail",
+        ("what fails after Ctrl-C loses work", "if self.stopped() and is_failure(error):",
+         "if False:"),
+        ("generators go on after a failure", "            set_random_state(self.random)\n", "")),
+    *of("run/run.py", "test_runs.py::test_half_an_iteration_is_not_saved",
+        ("half an iteration is saved", "self.has_stepped = True", "self.has_stepped = False")),
 
-DEVICE = of(
-    "common/device.py", "test_files.py",
-    ("a GPU without its number", 'name = f"cuda:{number}"', 'name = "cuda"'),
-    ("a GPU that is not used is kept secret", 'why_no_gpu() if name == "auto" else ""', '""'),
-    ("a tape counts as nothing", "weights + tape + activations", "weights + activations"))
+    # test_files.py
+    *of("common/device.py", "test_files.py::test_a_gpu_has_a_number",
+        ("a GPU without its number", 'name = f"cuda:{number}"', 'name = "cuda"')),
+    *of("common/device.py", "test_files.py::test_a_gpu_that_is_not_used_is_no_secret",
+        ("a GPU that is not used is kept secret", 'why_no_gpu() if name == "auto" else ""', '""')),
+    *of("common/device.py", "test_files.py::test_influence_that_may_not_fit_is_announced",
+        ("a tape counts as nothing", "weights + tape + activations", "weights + activations")),
+    *of("common/files.py",
+        "test_files.py::test_a_disk_that_cannot_be_waited_for_serves_and_a_broken_one_does_not",
+        ("a file takes its name before it is on the disk", "        flush(tmp)\n", "")),
+    *of("common/files.py", "test_files.py::test_half_a_last_line_of_a_log_is_left_out",
+        ("half a last line is read", "    except ValueError:\n        pass\n",
+         "    except ValueError:\n        lines.append(last)\n")),
 
-PADDING = of(
-    "tape.py", "test_tape.py",
-    ("an id that pads gets a gradient", "if padding is not None:", "if False:"))
+    # test_precision.py
+    *of("run/evaluation.py", "test_precision.py::test_what_is_called_float32_is_not_tf32",
+        ("perplexity in TF32", "@full_precision()\n", "")),
 
-NANOGPT = of(
-    "data/weights.py", "test_nanogpt.py",
-    ("nanoGPT's GELU by tanh", 'shape["exact_gelu"] = True', 'shape["exact_gelu"] = False'),
-    ("words before nanoGPT's names", r'r"^(module\.|_orig_mod\.|transformer\.)+"', r'r"^transformer\."'),
-    ("adapters are not merged", "lora.base.weight + update", "lora.base.weight"))
+    # test_nanogpt.py
+    *of("data/weights.py",
+        "test_nanogpt.py::test_nanogpts_checkpoint_is_the_policy_that_nanogpt_computes",
+        ("nanoGPT's GELU by tanh", 'shape["exact_gelu"] = True', 'shape["exact_gelu"] = False'),
+        ("words before nanoGPT's names", r'r"^(module\.|_orig_mod\.|transformer\.)+"',
+         r'r"^transformer\."')),
+    *of("data/weights.py", "test_nanogpt.py::test_adapters_are_merged_into_the_weights",
+        ("adapters are not merged", "lora.base.weight + update", "lora.base.weight")),
 
-PRECISION = of(
-    "judge/scorer.py", "test_judge.py",
-    ("a judge's last layer in bfloat16", "exact_linear(self.score, x[:, 0])",
-     "self.score(x[:, 0])")) + of(
-    "run/evaluation.py", "test_precision.py",
-    ("perplexity in TF32", "@full_precision()\n", ""))
+    # test_plot.py
+    *of("plot.py", "test_plot.py::test_a_value_without_neighbours_is_seen",
+        ("a single value is not drawn", "alone = gap[:-2] & gap[2:]",
+         "alone = gap[:-2] & ~gap[:-2]")),
+    *of("plot.py", "test_plot.py::test_every_name_is_in_the_picture_beside_its_line",
+        ("long names leave the picture", "return names, min(3, max(1, ",
+         "return names, max(3, max(1, ")),
 
-COMPILED = of(
-    "extras/compiled/__init__.py", "test_compiled.py",
-    ("a shape for every count", "if len(self.kept) < MOST and", "if"),
-    ("weights of the first call", "            self.half.cast()\n", ""),
-    ("weights cast for each token", "self.half.model if half else self.model", "self.model"),
-    ("a failing compiler ends the run", "                self.off(e)\n", "                raise\n"),
-    ("half a token is kept", "    cache.length.fill_(cache.num_read - 1)\n", ""))
+    # test_compiled.py
+    *of("extras/compiled/__init__.py",
+        "test_compiled.py::test_few_shapes_are_compiled_and_kept_whatever_counts_come",
+        ("a shape for every count", "if len(self.kept) < MOST and", "if")),
+    *of("extras/compiled/__init__.py",
+        "test_compiled.py::test_a_decoder_in_bfloat16_has_the_weights_of_now",
+        ("weights of the first call", "            self.half.cast()\n", "")),
+    *of("extras/compiled/__init__.py",
+        "test_compiled.py::test_weights_are_cast_once_for_all_tokens",
+        ("weights cast for each token", "self.half.model if half else self.model", "self.model")),
+    *of("extras/compiled/__init__.py",
+        "test_compiled.py::test_a_compiler_that_fails_is_turned_off_and_the_run_goes_on",
+        ("a failing compiler ends the run", "                self.off(e)\n",
+         "                raise\n")),
+    *of("extras/compiled/__init__.py",
+        "test_compiled.py::test_a_step_that_failed_half_way_is_read_again",
+        ("half a token is kept", "    cache.length.fill_(cache.num_read - 1)\n", "")),
 
-REPLAY = of(
-    "run/run.py", "test_runs.py::test_a_resumed_run_says_how_far_its_repetition_is_from_the_run",
-    ("a repetition is not compared", "if it + 1 in self.earlier:", "if False:"))
+    # test_debug_step.py
+    *of("extras/step/__init__.py",
+        "test_debug_step.py::test_rewards_and_divisor_give_the_advantages",
+        ("the divisor of a group for that of the batch", '"batch": std(rewards) + 1e-4',
+         '"batch": None'),
+        ("rewards before the KL is taken off", "rewards = rewards - cfg.beta * batch.kl.sum(1)",
+         "rewards = rewards - 0 * batch.kl.sum(1)")),
 
-FILES = of(
-    "common/files.py", "test_data.py",
-    ("a quote swallows the rest", "csv.DictReader(lines, strict=True)", "csv.DictReader(lines)")) + of(
-    "data/comments.py", "test_data.py",
-    ("a name with a dot is always a path", "if row.get(name) is not None:",
-     'if "." not in name and row.get(name) is not None:'))
-
-NOTES = of(
-    "run/metrics.py", "test_metrics.py",
-    ("spread of the ratio without its mean", "(squares - total ** 2 / count)", "squares"),
-    ("least ratio of what is masked", "ratio.masked_fill(~unit, math.inf).min()", "ratio.min()"),
-    ("strays that nobody counts", "strays = loss.batch.loss_mask & ~sampled",
-     "strays = loss.batch.loss_mask & ~loss.batch.loss_mask"),
-    ("the target's loss is not by rollout", ".sum(1)[rows] * len(rows)", ".sum(1)[rows]"),
-    ("twins of another group", "group = completions[i:i + num_generations]",
-     "group = completions"),
-    ("the head's gradient after clipping", " * (grad_norm / most).clamp(min=1)", "")) + of(
-    "grpo.py", "test_metrics.py",
-    ("a sync that does nothing", "        r.lerp_(p, alpha)", "        r.lerp_(p, 0 * alpha)"),
-    ("the KL's gradient beside itself", 'batch, step, "policy")\n    return float',
-     'batch, step, "kl")\n    return float')) + of(
-    "run/flags.py", "test_report.py",
-    ("a gradient near zero is 0", 'm["grad_norm"] < least', 'm["grad_norm"] == 0'),
-    ("log-probs near zero are 0", 'm["logp"] > -1e-3', 'm["logp"] == 0'),
-    ("a single step is warned of", 'm["num_steps"] > 1 and distance', 'distance'),
-    ("a risen reward excuses nothing", 'm["identical_completions"] > 0.5 and not solved',
-     'm["identical_completions"] > 0.5'),
-    ("a fall within the noise", "fall > 3 * noise", "fall > 0")) + of(
-    "extras/step/__init__.py", "test_debug_step.py",
-    ("the divisor of a group for that of the batch", '"batch": std(rewards) + 1e-4', '"batch": None'),
-    ("rewards before the KL is taken off", "rewards = rewards - cfg.beta * batch.kl.sum(1)",
-     "rewards = rewards - 0 * batch.kl.sum(1)")) + of(
-    "tracin.py", "test_influence.py",
-    ("balanced is the best", '"balanced": size // 2', '"balanced": 0'),
-    ("a function gets all held-out rollouts", "some_of(batch, rows)\n        gradient",
-     "batch\n        gradient"))
-
-RUN = of(
-    "run/run.py", "test_runs.py::test_nothing_is_lost_where_ctrl_c_makes_a_reward_fail",
-    ("what fails after Ctrl-C loses work", "if self.stopped() and is_failure(error):", "if False:"),
-    ("generators go on after a failure", "            set_random_state(self.random)\n", "")) + of(
-    "run/run.py", "test_runs.py::test_half_an_iteration_is_not_saved",
-    ("half an iteration is saved", "self.has_stepped = True", "self.has_stepped = False")) + of(
-    "common/files.py",
-    "test_files.py::test_a_disk_that_cannot_be_waited_for_serves_and_a_broken_one_does_not",
-    ("a file takes its name before it is on the disk", "        flush(tmp)\n", "")) + of(
-    "common/files.py", "test_files.py",
-    ("half a last line is read", "    except ValueError:\n        pass\n",
-     "    except ValueError:\n        lines.append(last)\n")) + of(
-    "plot.py", "test_plot.py",
-    ("a single value is not drawn", "alone = gap[:-2] & gap[2:]", "alone = gap[:-2] & ~gap[:-2]"),
-    ("long names leave the picture", "return names, min(3, max(1, ", "return names, max(3, max(1, "))
-
-COLUMNS = of(
-    "judge/rewards.py", "test_judge.py",
-    ("columns are shared", "[copy.deepcopy(value) for value in x]", "list(x)"))
-
-RESAMPLE = of(
-    "run/metrics.py", "test_resample.py",
-    ("metrics of what is left", "    everything = batch.everything\n", "    everything = batch\n"))
-
-MISTAKES = [*NOTES, *BATCH, *LOSS, *SUM, *KL, *STEP, *NETWORK, *ROLLOUT, *SAMPLER, *TAPE, *INFLUENCE,
-            *COLUMNS, *RESAMPLE, *ACCOUNT, *TARGET, *DEVICE, *PRECISION, *COMPILED, *REPLAY, *FILES, *PADDING, *NANOGPT, *RUN]
+    # test_critic.py
+    *of("run/metrics.py", "test_critic.py::test_metrics_of_the_values_are_those_of_plain_python",
+        ("the head's gradient after clipping", " * (grad_norm / most).clamp(min=1)", ""))]
 
 
 def why_not(mistake):
@@ -320,21 +431,21 @@ def why_not(mistake):
 
 
 def path_of(test):
-    """What pytest is to run: a path in the project, of a file in tests/ or of an extra, and ::test
-    behind it where one is named. None: there is none."""
+    """What pytest is to run: tests/FILE::TEST, or the same of an extra. None: there is none."""
     file, _, name = test.partition("::")
     found = [*ROOT.glob(f"tests/{file}"), *ROOT.glob(f"extras/*/tests/{file}")]
-    if not found or f"def {name.partition('[')[0]}" not in found[0].read_text(encoding="utf-8"):
+    function = name.partition("[")[0]
+    if not found or f"def {function}(" not in found[0].read_text(encoding="utf-8"):
         return None
-    return str(found[0].relative_to(ROOT)) + test.removeprefix(file)
+    return f"{found[0].relative_to(ROOT)}::{name}"
 
 
-def run_test(test, folder):
-    """Runs a test or a file of them up to the first failure -> exit code, and its line of pytest's summary."""
+def run_tests(tests, folder):
+    """Runs tests up to the first failure -> exit code, and its line of pytest's summary."""
     env = dict(os.environ, COLUMNS="400", OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
-    done = subprocess.run([*pytest, path_of(test)], cwd=folder, env=env, capture_output=True,
-                          text=True)
+    done = subprocess.run([*pytest, *map(path_of, tests)], cwd=folder, env=env,
+                          capture_output=True, text=True)
     found = re.search(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
     return done.returncode, found[1] if found else done.stdout[-300:]
 
@@ -344,13 +455,22 @@ def plant(mistake, folder):
     path = folder / mistake.file
     source = path.read_text(encoding="utf-8")
     path.write_text(source.replace(mistake.old, mistake.new), encoding="utf-8")
-    code, line = run_test(mistake.test, folder)
+    code, line = run_tests([mistake.test], folder)
     path.write_text(source, encoding="utf-8")
     if code == 0:
         return False, f"ALIVE   {mistake.name}: {mistake.test} passes"
     if code != 1 or "NameError" in line:        # the mistake is none that could run
         return False, f"ERROR   {mistake.name}: {line}"
     return True, f"caught  {mistake.name}: {line}"
+
+
+def copy_project(folder):
+    """Copies what git knows or does not ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for path in filter(lambda path: (ROOT / path).is_file(), listed.stdout.splitlines()):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, folder / path)
 
 
 def list_all():
@@ -372,20 +492,15 @@ def main(words):
     for name, why in skipped.items():
         print(f"skipped {name}: {why}")
     chosen = [m for m in chosen if m.name not in skipped]
+    alive = 0
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
-        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        for path in filter(lambda path: (ROOT / path).is_file(), listed.stdout.splitlines()):
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / path, folder / path)
-        passed = set()
-        alive = 0
+        copy_project(folder)
+        tests = dict.fromkeys(m.test for m in chosen)
+        code, line = run_tests(tests, folder)
+        if code:
+            sys.exit(f"all tests must pass before a mistake is planted: {line}")
         for mistake in chosen:
-            code, line = (0, "") if mistake.test in passed else run_test(mistake.test, folder)
-            if code:
-                sys.exit(f"{mistake.test} must pass before a mistake is planted: {line}")
-            passed.add(mistake.test)
             caught, line = plant(mistake, folder)
             print(line, flush=True)
             alive += not caught
