@@ -25,6 +25,40 @@ def has_risen(m, first):
     return m["reward"] > first["reward"] + 0.5 * first["reward_std"]
 
 
+def weighed_mean(m, cfg):
+    """Weighted sum of the means of the reward functions. NaN where nothing is weighed, or where one
+    of several abstains: the mean of its group then stands in, so the sum may be another one."""
+    pairs = zip(cfg.reward_funcs or (), cfg.reward_weights or ())
+    weights = {name: weight for name, weight in pairs if weight}
+    abstains = any(m[f"rewards/{name}/abstained"] > 0 for name in weights)
+    if not weights or len(weights) > 1 and abstains:
+        return math.nan
+    return sum(weight * m[f"rewards/{name}/mean"] for name, weight in weights.items())
+
+
+def problems_of_sum(m, cfg):
+    """Of what is made of the scores: the reward of a completion."""
+    expected = weighed_mean(m, cfg)
+    if abs(m["reward"] - expected) > 1e-6 * (abs(expected) + m["reward_std"]):
+        yield "sum", (
+            f"the reward is {m['reward']:.4g} on average, the means of the reward functions by "
+            f"their weights are {expected:.4g}: does None, not known, count as a number? If the "
+            "rewards are meant to be combined in another way, ignore this")
+
+
+def problems_of_baseline(m, cfg):
+    """Of advantages that are compared within a group. A critic, or a function of the config file,
+    has a baseline of its own."""
+    if cfg.critic or "advantage" in cfg.functions:
+        return
+    largest = max(-m["advantage_min"], m["advantage_max"])
+    if m["advantage_group_mean"] > max(1e-6, 1e-3 * largest):
+        yield "baseline", (
+            "the advantages of a group do not add up to 0, their mean is up to "
+            f"{m['advantage_group_mean']:.2g}: is the baseline the mean of the whole batch, or are "
+            "some left out? For a baseline of your own write a function advantage")
+
+
 def problems_of_own_advantages(m, cfg):
     """Of what the config file's function `advantage` returned."""
     if max(-m["advantage_min"], m["advantage_max"]) < 1e-6:
@@ -141,6 +175,10 @@ def problems_of_kl(m, cfg, first, teaches):
         yield "negative", (
             f"KL {m['kl']:.2g} is negative on average, which no KL is: the log-probs are not those "
             "of the distribution that was sampled from; check temperature and masks")
+    if cfg.kl_in_loss and cfg.kl_estimator != "k1" and m["kl"] > 1e-6 and m["kl_loss"] < 0:
+        yield "kl sign", (
+            f"beta * KL in the loss is {m['kl_loss']:.2g}, while the KL is {m['kl']:.2g}: what is "
+            "minimised rewards distance from the reference; check the sign")
     share = m.get("kl_grad_share", math.nan)    # not in every iteration
     # where nothing is learned, or the run has arrived, the KL's is the larger one anyway
     if share > 1 and teaches and not has_risen(m, first):
@@ -213,6 +251,12 @@ def problems(m, cfg, dtype, first=None, groups=None):
     first = first or m
     groups = torch.empty(0, 1) if groups is None else groups
     yield from problems_of_rewards(m, cfg, groups)
+    yield from problems_of_sum(m, cfg)
+    yield from problems_of_baseline(m, cfg)
+    if m["tokens_without_loss"] > 0:
+        yield "mask", (
+            f"{m['tokens_without_loss']} sampled tokens carry no loss, and no setting says so: is "
+            "the end token among them, or is the mask one token off? --debug_step=True shows which")
     if m["num_completion_tokens"] == 0:
         yield "tokens", (
             "no completion tokens carry loss, so there was no step: raise max_completion_length or "
@@ -230,15 +274,21 @@ def problems(m, cfg, dtype, first=None, groups=None):
         yield from problems_of_influence(m, cfg, dtype)
 
 
-def problems_of_evaluation(before, after, noise):
+def problems_of_evaluation(before, after, noise, logged_kl=math.nan):
     """What is wrong in an evaluation, beside the first one of the run. Each: its measures, and
-    "reward", their weighted sum. noise: standard error of that sum; NaN: unknown."""
+    "reward", their weighted sum. noise: standard error of that sum; logged_kl: the greatest KL of
+    an iteration so far, if both are to the policy before training. NaN: unknown."""
     fall = before["reward"] - after["reward"]
     if fall > 3 * noise:
         yield "fell", (
             f"the held-out reward fell from {before['reward']:.4f} to {after['reward']:.4f}, more "
             "than noise does: lower learning_rate, raise beta, or more num_prompts; is it a reward "
             "that training does not raise either (reward in metrics.jsonl)?")
+    if after["kl"] > 0.05 and after["kl"] > 5 * logged_kl:
+        yield "two kls", (
+            f"the KL to the policy before training is {after['kl']:.3f}, that of the iterations at "
+            f"most {logged_kl:.3f}: does the reference learn too, or are its log-probs the "
+            "policy's?")
     if after["distinct_2"] < 0.2 * before["distinct_2"]:
         yield "distinct", (
             f"the text has collapsed: distinct_2 fell from {before['distinct_2']:.3f} to "

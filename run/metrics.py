@@ -342,6 +342,14 @@ def repeated(completions, num_generations):
     return count / len(completions)
 
 
+def tokens_to_learn(rollout, cfg):
+    """(N, T) True on the tokens that should carry loss: what was sampled, unless a setting says
+    otherwise. Written here again, so that it shows a loss mask that is another one."""
+    if cfg.mask_truncated_completions:
+        return rollout.sampled_mask & rollout.ended[:, None]
+    return rollout.sampled_mask
+
+
 def metrics_of_all(everything, cfg):
     """Metrics of all that the policy has written, also of what is not learned from."""
     rollout = everything.rollout
@@ -349,9 +357,7 @@ def metrics_of_all(everything, cfg):
     if len(known) == 0:
         known = torch.full((1,), math.nan)
     sampled = rollout.sampled_mask
-    with_loss = sampled
-    if cfg.mask_truncated_completions:
-        with_loss = sampled & rollout.ended[:, None]
+    with_loss = tokens_to_learn(rollout, cfg)
     lengths = sampled.sum(1).float()
     terminated = lengths[rollout.ended]
     equal = everything.equal_rows(cfg.num_generations)
@@ -371,6 +377,7 @@ def metrics_of_all(everything, cfg):
     for name, scores in zip(cfg.reward_funcs, everything.scores.T):
         metrics[f"rewards/{name}/mean"] = float(scores.nanmean())
         metrics[f"rewards/{name}/std"] = std(scores)
+        metrics[f"rewards/{name}/abstained"] = float(scores.isnan().float().mean())
     return metrics | call_metrics(everything.completions, cfg)
 
 
@@ -386,7 +393,15 @@ def batch_metrics(batch, cfg):
     metrics["advantage_std"] = std(A)
     metrics["advantage_min"] = float(A.min())
     metrics["advantage_max"] = float(A.max())
-    metrics["num_completion_tokens"] = int(batch.loss_mask.sum())
+    if batch.advantages.dim() == 1:
+        means = A.double().view(-1, cfg.num_generations).mean(1)                    # (B,)
+        metrics["advantage_group_mean"] = float(means.abs().max())
+
+    # both in one transfer, since each waits for a GPU
+    left_out = tokens_to_learn(rollout, cfg) & ~batch.loss_mask                     # (N, T)
+    with_loss, without = torch.stack([batch.loss_mask.sum(), left_out.sum()]).tolist()
+    metrics["num_completion_tokens"] = with_loss
+    metrics["tokens_without_loss"] = without
     if cfg.zero_std_groups == "resample":
         learned = ~batch.equal_rows(cfg.num_generations)
         own_lengths = rollout.sampled_mask.sum(1).float().cpu()

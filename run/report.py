@@ -121,7 +121,7 @@ def print_warnings(m, cfg, dtype, warned, first=None, groups=None, earlier=()):
             print(f"{what}: {text}")
 
 
-def print_fallen(before, after, noise):
-    """Print what fell from the first evaluation to this one."""
-    for _, text in problems_of_evaluation(before, after, noise):
+def print_fallen(before, after, noise, logged_kl):
+    """Print what is wrong in this evaluation, beside the first one: see run/flags.py."""
+    for _, text in problems_of_evaluation(before, after, noise, logged_kl):
         print(f"WARNING: {text}")

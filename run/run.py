@@ -118,6 +118,7 @@ class Run:
         self.first = None                       # metrics of the run's first iteration
         self.first_evaluation = None
         self.seconds = []                       # of each iteration
+        self.kls = []                           # of each iteration, with beta
         self.earlier = {}                       # {iteration: reward} that a resumed run repeats
         self.gaps = []                          # of the rewards of repeated iterations
         self.stopped = lambda: False            # whether a signal was heard
@@ -262,6 +263,7 @@ class Run:
         groups = batch.rewards.view(-1, cfg.num_generations)
         print_warnings(m, cfg, self.setup.dtype, self.warned, self.first, groups, self.seconds)
         self.seconds.append(seconds)
+        self.kls += [m["kl"]] if "kl" in m else []
         append_rows(self.folder, "metrics.jsonl", [m])
         append_rows(self.folder, "samples.jsonl", sample_rows(it, batch, cfg))
         self.tell_wandb("log", m, step=it + 1)
@@ -319,7 +321,18 @@ class Run:
         rows = [row | {"reward": reward_of(row, cfg)} for row in (before, after)]
         num_rows = cfg.num_eval_prompts * cfg.num_eval_generations
         noise = self.first["reward_std"] * math.sqrt(2 / num_rows)      # of the difference
-        print_fallen(*rows, noise)
+        print_fallen(*rows, noise, self.logged_kl())
+
+    def logged_kl(self):
+        """The greatest KL of the iterations so far. NaN: an evaluation's KL is to another model, of
+        other distributions, or after so few iterations that it may be far ahead of the log's."""
+        cfg = self.cfg
+        follows = cfg.ref_model_sync_steps > 0
+        truncates = cfg.top_k > 0 or cfg.top_p < 1 or cfg.min_p > 0
+        is_alike = 0.6 < cfg.temperature / cfg.eval_temperature < 1.6
+        if follows or truncates or not is_alike or len(self.kls) < 5:
+            return math.nan
+        return max(self.kls)
 
     def save(self, iteration):
         save_checkpoint(

@@ -110,7 +110,8 @@ def test_an_update_has_these_metrics():
         "advantage_std", "advantage_min", "advantage_max", "identical_completions", "logp",
         "frac_reward_zero_std", "entropy", "num_completion_tokens", "forced",
         "completions/clipped_ratio", "completions/mean_length",
-        "completions/mean_terminated_length", "rewards/reward/mean", "rewards/reward/std"}
+        "completions/mean_terminated_length", "rewards/reward/mean", "rewards/reward/std",
+        "rewards/reward/abstained", "advantage_group_mean", "tokens_without_loss"}
     plain = updated(settings()).keys()
     assert plain >= always
     more = updated(settings(beta=0.1, entropy_coef=0.1))
@@ -178,7 +179,9 @@ def test_metrics_of_a_batch_are_those_of_plain_python():
     known = [x for x in batch.rewards.tolist() if not math.isnan(x)]
     lengths = r.sampled_mask.sum(1).tolist()
     A = batch.advantages.tolist()
+    by_group = [mean(A[i:i + cfg.num_generations]) for i in range(0, 12, cfg.num_generations)]
     expected = {
+        "advantage_group_mean": max(map(abs, by_group)), "rewards/a/abstained": 1 / 12,
         "advantage_std": stdev(A), "advantage_min": min(A), "advantage_max": max(A),
         "identical_completions": 3 / 12,
         "logp": mean(x for row, n in zip(r.logp.tolist(), lengths) for x in row[:n]),
@@ -189,6 +192,42 @@ def test_metrics_of_a_batch_are_those_of_plain_python():
         "entropy": mean(x for row, n in zip(r.entropy.tolist(), lengths) for x in row[:n]),
         "rewards/b/mean": mean(x for x in batch.scores[:, 1].tolist() if not math.isnan(x))}
     assert {name: m[name] for name in expected} == pytest.approx(expected, 1e-5)
+
+
+def test_sampled_tokens_without_loss_are_counted():
+    """Not those of truncated completions, where a setting masks them."""
+    for masks in (False, True):
+        cfg = settings(mask_truncated_completions=masks)
+        _, batch = world(cfg)
+        assert 0 < int(batch.rollout.ended.sum()) < 12, "the world has only one kind"
+        assert batch_metrics(batch, cfg)["tokens_without_loss"] == 0
+        lost = int(batch.loss_mask[:, 0].sum())
+        batch.loss_mask = batch.loss_mask.clone()
+        batch.loss_mask[:, 0] = False
+        m = batch_metrics(batch, cfg)
+        assert m["tokens_without_loss"] == lost
+        assert m["num_completion_tokens"] == int(batch.loss_mask.sum())
+
+
+BASELINES = {
+    "group": {}, "batch": dict(scale_rewards="batch"), "none": dict(scale_rewards="none"),
+    "mean": dict(scale_rewards="mean", judge_score="probability"),
+    "kl": dict(kl_in="reward", beta=0.1),
+    "by function": dict(multi_objective_aggregation="normalize_then_sum")}
+
+
+@pytest.mark.parametrize("case", BASELINES)
+def test_advantages_add_up_to_0_in_each_group_also_where_rewards_are_not_known(case):
+    def known(function, every):
+        return lambda prompts, completions: [
+            None if i % every == 0 else x for i, x in enumerate(function(prompts, completions))]
+
+    functions = {"a": known(letters, 5), "b": known(mean_token, 10)}
+    cfg = settings(functions, weights=(1.0, 0.5), **BASELINES[case])
+    _, batch = world(cfg, reference=shaken(number_gpt()))
+    m = batch_metrics(batch, cfg)
+    assert m["advantage_max"] > 1e-3, "nothing to add up"
+    assert m["advantage_group_mean"] < 1e-6 * m["advantage_max"]
 
 
 def test_a_batch_without_rewards():

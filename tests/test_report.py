@@ -124,7 +124,8 @@ def test_progress_is_a_line_every_ten_seconds(clock, capsys):
 GOOD = {
     "iteration": 30, "reward": 0.5, "reward_min": 0.0, "reward_max": 1.0, "reward_std": 0.3,
     "frac_reward_zero_std": 0.5, "num_completion_tokens": 9, "num_steps": 1, "grad_norm": 0.8,
-    "advantage_min": -1.2, "advantage_max": 1.5, "identical_completions": 0.1, "entropy": 2.0,
+    "advantage_min": -1.2, "advantage_max": 1.5, "advantage_group_mean": 1e-8,
+    "tokens_without_loss": 0, "identical_completions": 0.1, "entropy": 2.0,
     "logp": -2.0, "loss": 0.01, "step_time": 2.0, "ratio_min": 0.9, "ratio_max": 1.1,
     "sampling/sampling_logp_difference/mean": 0.0, "completions/clipped_ratio": 0.5}
 INFLUENCE = {
@@ -132,9 +133,11 @@ INFLUENCE = {
     "tracin/positive_ratio": 0.6, "tracin/target_contrast": 1.0, "tracin/target_cosine": 0.9,
     "tracin/self_share": 0.1, "tracin/invariant_error": 1e-7}
 EVERYTHING = GOOD | INFLUENCE | {
-    "kl": 0.1, "kl_grad_share": 0.2, "val/var_explained": 0.5, "val/std": 0.1, "val/mean": 0.2,
+    "kl": 0.1, "kl_loss": 0.01, "kl_grad_share": 0.2,
+    "val/var_explained": 0.5, "val/std": 0.1, "val/mean": 0.2,
     "tools/failure_frequency": 0, "rewards/a/std": 0.3, "rewards/b/std": 0.2, "rewards/a/mean": 0.5,
-    "rewards/b/mean": 0.25, "ref_tensors_differing": 0, "ref_distance_left": 0.0}
+    "rewards/b/mean": 0.25, "rewards/a/abstained": 0.0, "rewards/b/abstained": 0.0,
+    "ref_tensors_differing": 0, "ref_distance_left": 0.0}
 # kind | what is wrong | words of its sentence
 CASES = """
 reward | "reward": NaN, "reward_min": NaN, "reward_max": NaN | returned None
@@ -149,6 +152,9 @@ ratio | "sampling/sampling_logp_difference/mean": 0.0512 | disagree by 0.051 nat
 steps | "ratio_min": 1.0, "ratio_max": 1.0, "num_steps": 4 | ratio is 1 in all 4 steps
 kl | "kl": 5.25 | KL 5.2 nats per token is exploding
 negative | "kl": -0.01 | KL -0.01 is negative
+kl sign | "kl_loss": -0.01 | in the loss is -0.01, while the KL is 0.1
+sum | "reward": 0.6 | by their weights are 0.5
+mask | "tokens_without_loss": 3 | 3 sampled tokens carry no loss
 kl share | "kl_grad_share": 3.0 | 3.0 times the policy's
 kl share | "kl_grad_share": 1e-5, "kl": 0.4 | at a KL of 0.40
 length | "completions/clipped_ratio": 1.0 | truncated at 32 tokens
@@ -165,7 +171,8 @@ invariant | "tracin/invariant_error": 2e-3 | relative error 2.0e-03
 """
 PLAIN = Settings()
 FULL = Settings(tracin="self", beta=0.1, critic=True, ref_model_mixup_alpha=1.0,
-                reward_funcs=("a", "b"), functions={"tools": {"add": len}, "environment": None})
+                reward_funcs=("a", "b"), reward_weights=(0.5, 1.0),
+                functions={"tools": {"add": len}, "environment": None})
 GROUPS = torch.tensor([[0.0, 0.5, 1.0], [0.2, 0.2, 0.6]])
 
 
@@ -207,6 +214,30 @@ def test_advantages_of_the_config_file_that_teach_nothing():
     assert list(found(GOOD | small, Settings(**own))) == ["advantages"]
 
 
+def test_advantages_of_a_group_add_up_to_0():
+    """To a thousandth of the largest; a critic, or a function, has a baseline of its own."""
+    assert list(found(GOOD | {"advantage_group_mean": 0.01}, PLAIN)) == ["baseline"]
+    assert found(GOOD | {"advantage_group_mean": 1e-3}, PLAIN) == {}
+    large = {"advantage_min": -120.0, "advantage_max": 150.0, "advantage_group_mean": 0.01}
+    assert found(GOOD | large, PLAIN) == {}
+    assert found(GOOD | {"advantage_group_mean": 1.0}, Settings(functions={"advantage": len})) == {}
+    without = EVERYTHING.copy()
+    del without["advantage_group_mean"]
+    assert found(without) == {}, "a critic's are by token"
+
+
+def test_a_reward_is_the_weighed_sum_of_the_scores():
+    """Where one function abstains the mean of its group stands in, so only of one alone is it known
+    what the sum is."""
+    one = Settings(reward_funcs=("a", "watched"), reward_weights=(2.0, 0.0))
+    m = GOOD | {
+        "reward": 1.0, "rewards/a/mean": 0.5, "rewards/a/std": 0.3, "rewards/a/abstained": 0.2,
+        "rewards/watched/std": 1.0, "rewards/watched/abstained": 0.0}
+    assert found(m, one) == {}
+    assert list(found(m | {"reward": 0.9}, one)) == ["sum"]
+    assert found(EVERYTHING | {"reward": 0.6, "rewards/b/abstained": 0.1}) == {}
+
+
 def test_a_spread_that_is_rounding():
     """Of the rewards in a group, however far the groups are apart."""
     rounding = GROUPS * 1e-6 + torch.tensor([[0.0], [300.0]])
@@ -239,7 +270,7 @@ def test_a_ratio_of_1_is_right_in_a_single_step_and_where_nothing_is_learned():
 
 def test_where_the_reward_has_risen_one_answer_may_be_right():
     solved = GOOD | {"reward": 0.95, "identical_completions": 1.0, "entropy": 0.01, "kl": 0.5,
-                     "kl_grad_share": 1.5, "completions/clipped_ratio": 1.0}
+                     "kl_loss": 0.05, "kl_grad_share": 1.5, "completions/clipped_ratio": 1.0}
     with_kl = Settings(beta=0.1)
     assert found(solved, with_kl) == {}
     kinds = {"identical", "entropy", "kl share", "length"}
@@ -249,24 +280,29 @@ def test_where_the_reward_has_risen_one_answer_may_be_right():
 def test_a_kl_of_k1_may_be_negative_by_chance():
     k1 = Settings(beta=0.1, kl_estimator="k1")
     assert found(GOOD | {"kl": -0.01}, k1) == {}
-    assert list(found(GOOD | {"kl": -0.01, "num_completion_tokens": 5000}, k1)) == ["negative"]
-    assert found(GOOD | {"kl": -1e-4, "num_completion_tokens": 5000}, k1) == {}
+    many = GOOD | {"kl_loss": -1e-3, "num_completion_tokens": 5000}
+    assert list(found(many | {"kl": -0.01}, k1)) == ["negative"]
+    assert found(many | {"kl": -1e-4}, k1) == {} == found(many | {"kl": 1e-4}, k1)
+    assert list(found(many | {"kl": 1e-4}, Settings(beta=0.1))) == ["kl sign"]
+    assert found(GOOD | {"kl": 1e-4}, Settings(beta=0.1, kl_in="reward")) == {}, "it has no part"
 
 
 def test_a_sync_that_mixes_leaves_a_part_of_the_distance():
     mixes = Settings(beta=0.1, ref_model_mixup_alpha=0.6)
-    synced = GOOD | {"kl": 0.1, "ref_tensors_differing": 9}
+    synced = GOOD | {"kl": 0.1, "kl_loss": 0.01, "ref_tensors_differing": 9}
     assert found(synced | {"ref_distance_left": 0.4}, mixes) == {}
     assert list(found(synced | {"ref_distance_left": 1.0}, mixes)) == ["sync"]
 
 
 def test_what_fell_between_two_evaluations():
-    before = {"reward": 0.5, "distinct_2": 0.9}
+    before = {"reward": 0.5, "distinct_2": 0.9, "kl": 0.0}
     for after, kinds in (
             ({"reward": 0.46, "distinct_2": 0.5}, []), ({"reward": 0.9, "distinct_2": 0.1},
-             ["distinct"]), ({"reward": 0.4, "distinct_2": 0.9}, ["fell"]),
-            ({"reward": math.nan, "distinct_2": 0.9}, [])):
-        assert [kind for kind, _ in problems_of_evaluation(before, after, noise=0.02)] == kinds
+             ["distinct"]), ({"reward": 0.4}, ["fell"]), ({"reward": math.nan}, []),
+            ({"kl": 0.6}, ["two kls"]), ({"kl": 0.4}, [])):
+        found = problems_of_evaluation(before, before | after, noise=0.02, logged_kl=0.1)
+        assert [kind for kind, _ in found] == kinds
+    assert not [*problems_of_evaluation(before, before | {"kl": 0.6}, noise=0.02)], "not known"
 
 
 def test_notes_of_what_may_be_right(capsys):
