@@ -1,49 +1,79 @@
 """
-How far can an account's prediction be trusted, and has it the right size?
+How far can an account's predictions be trusted: their order, and their size?
 
-    python -m extras.study.trust             # 24 small runs, some minutes of processor time
-    python -m extras.study.trust --table     # of the runs that are done
+    python -m extras.study.trust                        # 24 small runs, one after another
+    python -m extras.study.trust --part=1 --parts=4     # the first quarter of them
+    python -m extras.study.trust --table                # of the runs that are done
 
-A run is made, ten random tenths of its rollouts are left out, and it is made again on the others;
-then ten random hundredths. Truth: the change of the log-probs of four completions of its first
-iteration (no noise), and of the held-out reward (256 completions, noisy). Prediction: minus the sum
-of the effects of what was left out, damped by 0.3, as `python tracin.py RUN` has it.
+A run is made, and made again without some of its rollouts: ten random tenths, twelve random
+hundredths, and one rollout alone, the three that would head and the three that would end a list.
+Truth and predictions: predictions.py, at four dampings of the derivative.
 
 24 runs: rate 1e-3, 3e-3, 1e-2; 8 or 24 iterations; 4 or 8 prompts of 8 completions; the reward is
-the share of the letter e, or of spaces. Policy: 1 layer of 32, made by a short pretraining.
+the share of the letter e, or of spaces. Policy: 1 layer of 32, made by a short pretraining. Number
+n has seed 200 + n. Five runs of an earlier grid, with other seeds and a noisy truth, were known
+(rate 1e-3: smoothness 0.72 to 0.90, correlations of 0.31 to 0.92, a tenth left out), and two pilots
+of this one, seed 1100 (rate 3e-4, 8 iterations, and 3e-3, 24: smoothness 0.91 and 0.84, with
+correlations of 0.98 and 0.84, a hundredth left out, and of 0.97 and 0.76 for the reward).
 
-Criteria, written before the first run:
-1. Trust. A run is bad if the rank correlation of prediction and truth, a tenth left out, mean over
-   the four sentences, is below 0.7. Yes if AUC of 1 - smoothness for being bad is above 0.9, on the
-   12 runs of even number. The bound is found on the 12 of odd number alone: the one that calls most
-   of them right (the middle, where several do). Reported: how many of the other 12 it calls right.
-2. Size. A number is printed only if the slope of the truth on the prediction (least squares through
-   0) is between 0.5 and 2 in at least 10 of the 12 even runs that the bound lets pass, or in all
-   where fewer than 12 pass; else the order alone. For sentences and reward apart, a hundredth out.
+Criteria, written before the first run. "A correlation" is Spearman's of prediction and truth, mean
+over the four sentences; that of the reward counts where at least 0.8 of the variance of its truth
+is no noise (`reliability`, a hundredth left out). Smoothness is the mean of three draws.
+
+1. Order. A run is bad if its correlation is below 0.7, damped by 0.3. Asked of a hundredth, which
+   is nearest to the single rollouts that a list has; of a tenth; and of the reward, a hundredth.
+   Yes where AUC of 1 - smoothness for being bad is above 0.9 over the 24 runs: nothing is fitted in
+   it. The bound is found on the runs of odd number: the one that calls most of them right.
+   Reported: how many of the even ones it calls right. A list of single rollouts is shown from the
+   bound of a hundredth on; where fewer than two odd runs are bad there is no bound to find, and it
+   is the lowest smoothness among the odd runs. Where the answer is no, lists are by share alone.
+   The reward's prediction is made by 256, 16 and 2 completions of each of 32 held-out prompts. The
+   agreement of the effects by two halves of the prompts is a second detector, over all 72, with its
+   own AUC and bound, found and tested as above. The order of single rollouts by a reward is shown
+   where all detectors with an AUC above 0.9 let it pass; if there is none, nowhere.
+2. Damping, for order: of 0.3, 0.1, 0.03 and 0 the one of the largest mean correlation of odd runs,
+   a hundredth left out; 0.3 stays within 0.02 of it. Tested: its mean over even runs is higher than
+   that of 0.3.
+3. Size, of the single rollouts, since they are what is printed; sentences and reward apart. Slope:
+   of the truth on the prediction, least squares through 0, over the six singles of a run. The
+   damping is the one whose slopes have the smallest mean |log| on the odd runs that the bound of a
+   hundredth lets pass (below 0.1 counts as 0.1). A number is printed only if, of the even runs that
+   pass, at least six, five of six have a slope between 0.5 and 2, and the median error (root mean
+   squares, as a part of the truth) is at most 0.5. Of the reward, by 256 completions of a prompt.
+4. A check by repetition instead of smoothness: the cosine of prediction and truth over the first
+   four hundredths, all four sentences; its AUC for a correlation below 0.7 over the other eight. It
+   takes the place of smoothness if it is higher by 0.05 on the odd runs, and not lower on the even.
 """
 import itertools
-import json
+import math
 import os
-import tempfile
+import statistics
 from dataclasses import replace
 
 import torch
 
 import grpo
 from common.script import own_flags, run_script, seed_for
-from explain.account import account, replay, smoothness, train_again
-from explain.target import HeldOut, Sentences, follow
+from extras.study.predictions import (
+    DAMPINGS, DRAWN, auc, bound_of, columns, correlation, error_of, measure, measured, order_of,
+    reliability, slope_of)
 from run.settings import load_settings
 
 BAD = 0.7
-SUBSETS = 10
-SIZES = {"tenth": 0.1, "hundredth": 0.01}
+RELIABLE = 0.8
+SIZES = {"tenth": (0.1, 10), "hundredth": (0.01, 12)}
+SINGLES = {"sentences": "single by sentence", "reward": "single by reward"}
+CHECKED = 4         # repetitions of a check
 FLAGS = [
     "config/quick_test.py", "--threads=1", "--n_layer=1", "--n_embd=32", "--n_head=2",
-    "--vocab_size=300", "--pretrain_tokens=100000", "--max_completion_length=12",
-    "--block_size=40", "--log_micro=False", "--num_eval_prompts=32", "--num_eval_generations=8",
+    "--vocab_size=300", "--pretrain_tokens=100000", "--max_completion_length=8",
+    "--block_size=20", "--micro_batch_size=64", "--log_micro=False", "--num_eval_prompts=32",
     "--cache_dir=out/study/prepared"]
 OUT = "out/study/trust"
+
+
+# ------------------------------------------------------------------------------------------------
+# the runs
 
 
 def spaces(prompts, completions):
@@ -52,132 +82,157 @@ def spaces(prompts, completions):
 
 
 def runs():
-    """24 tuples: number, rate, iterations, prompts, job."""
+    """24 dicts."""
     grid = itertools.product((1e-3, 3e-3, 1e-2), (8, 24), (4, 8), ("letters", "spaces"))
-    return [(number, *row) for number, row in enumerate(grid)]
+    names = ("rate", "iterations", "prompts", "job")
+    return [dict(number=number, **dict(zip(names, row))) for number, row in enumerate(grid)]
 
 
 def settings_of(number, rate, iterations, prompts, job):
     cfg = load_settings([*FLAGS, f"--learning_rate={rate}", f"--max_iters={iterations}",
-                         f"--num_prompts={prompts}", f"--seed={100 + number}"])
+                         f"--num_prompts={prompts}", f"--seed={200 + number}"])
     if job == "spaces":
         cfg = replace(cfg, functions=cfg.functions | {"reward": spaces})
     return cfg
 
 
-def ranks(x):
-    return x.argsort().argsort().double()
+# ------------------------------------------------------------------------------------------------
+# the table, and the criteria
 
 
-def compared(predicted, truth):
-    """Rank correlation, slope through 0, and the error of the prediction relative to the truth."""
-    correlation = torch.corrcoef(torch.stack([ranks(predicted), ranks(truth)]))[0, 1]
-    slope = (predicted @ truth) / (predicted @ predicted).clamp(min=1e-30)
-    error = (predicted - truth).norm() / truth.norm().clamp(min=1e-30)
-    return dict(correlation=float(correlation), slope=float(slope), error=float(error))
+def single(row, damping, which):
+    """[(predicted, truth)] of the single rollouts of a list: of the first sentence, or of the
+    reward."""
+    return columns(row, SINGLES[which], damping, which)[:1]
 
 
-def measure(row, folder):
-    """All numbers of a run."""
-    cfg = settings_of(*row)
-    setup = grpo.prepare(cfg, grpo.read_inputs(cfg))
-    states, taken = replay(setup, cfg, 0, 0, cfg.max_iters, folder)
-    first = taken[0].batch.rollout
-    some = first[torch.arange(0, len(first.ended), cfg.num_generations)[:4]]
-    reward = HeldOut("reward", setup, cfg, setup.reward_funcs, [1.0], setup.eval_prompts, 8)
-    targets = {"sentences": Sentences(setup, cfg, some), "reward": reward}
-    courses = {name: follow(target, states, folder) for name, target in targets.items()}
-    effects = {name: account(setup, cfg, states, taken, course, folder).effects
-               for name, course in courses.items()}
-    effects["reward"] = effects["reward"].sum(0, keepdim=True)
-    found = dict(number=row[0], rate=row[1], iterations=row[2], prompts=row[3], job=row[4])
-    for name, course in courses.items():
-        found[name] = dict(before=course.values[0].tolist(), after=course.values[-1].tolist())
-    found["smoothness"] = smoothness(setup, cfg, states, taken, seed_for("smoothness"))
-
-    generator = torch.Generator().manual_seed(seed_for("trust", row[0]))
-    for size, share in SIZES.items():
-        truth = {name: [] for name in targets}
-        predicted = {name: [] for name in targets}
-        for _ in range(SUBSETS):
-            out = (torch.rand(effects["reward"].shape[1:], generator=generator) < share).double()
-            weights = train_again(setup, cfg, states, taken, 1 - out)
-            for name, target in targets.items():
-                end = target.at(weights, with_slope=False).parts.sum(1)             # (K,)
-                change = (end - courses[name].values[-1]).double()
-                if name == "reward":
-                    change = change.sum(0, keepdim=True)
-                truth[name].append(change)
-                predicted[name].append(-(effects[name] * out).sum((1, 2)))
-        for name in targets:
-            columns = zip(torch.stack(predicted[name]).T, torch.stack(truth[name]).T)
-            found[name][size] = [compared(p, t) for p, t in columns]
-    return found
+def smooth(row):
+    return statistics.fmean(row["smoothness"])
 
 
-def mean(rows, key):
-    return sum(row[key] for row in rows) / len(rows)
+def checked(row):
+    """(the cosine over the first repetitions, the correlation over the others)."""
+    pairs = columns(row, "hundredth", 0.3, "sentences")
+    predicted, truth = (torch.cat([x[:CHECKED] for x in side]) for side in zip(*pairs))
+    cosine = float(torch.cosine_similarity(predicted, truth, dim=0))
+    others = [correlation(p[CHECKED:], t[CHECKED:]) for p, t in pairs]
+    return cosine, statistics.fmean(others)
 
 
-def auc(scores, bad):
-    """The chance that a bad one has the higher score than a good one."""
-    pairs = [(a > b) + 0.5 * (a == b) for a, is_bad in zip(scores, bad) if is_bad
-             for b, other in zip(scores, bad) if not other]
-    return sum(pairs) / len(pairs) if pairs else float("nan")
+def halves(rows):
+    """The runs of odd and of even number."""
+    odd = [row for row in rows if row["number"] % 2]
+    return odd, [row for row in rows if not row["number"] % 2]
 
 
-def bound_of(rows):
-    """The smoothness that tells bad runs from good ones best, among these."""
-    edges = sorted({0.0, 1.0, *(row["smoothness"] for row in rows)})
-    middles = [(a + b) / 2 for a, b in zip(edges, edges[1:])]
-    right = [sum((row["smoothness"] < x) == is_bad(row) for row in rows) for x in middles]
-    best = [x for x, n in zip(middles, right) if n == max(right)]
-    return best[len(best) // 2]
+def tell(name, rows, score, value):
+    """Print how well score (higher: better) foretells that the value is not below BAD -> the bound
+    of the odd runs."""
+    odd, even = halves(rows)
+    known = {id(row): (score(row), value(row) < BAD) for row in rows}
+    bound = bound_of(*zip(*(known[id(row)] for row in odd)))
+    if sum(known[id(row)][1] for row in odd) < 2:
+        bound = min(known[id(row)][0] for row in odd)
+    right = sum((x < bound) == bad for x, bad in (known[id(row)] for row in even))
+    scores = [auc([-known[id(row)][0] for row in some], [known[id(row)][1] for row in some])
+              for some in (rows, odd, even)]
+    print(f"{name}: {sum(bad for _, bad in known.values())} of {len(rows)} are bad, AUC "
+          f"{scores[0]:.3f} (odd {scores[1]:.3f}, even {scores[2]:.3f}); bound {bound:.3f} by "
+          f"{len(odd)} odd runs, right in {right} of {len(even)} even ones")
+    return bound
 
 
-def is_bad(row):
-    return mean(row["sentences"]["tenth"], "correlation") < BAD
+def by_counts(row):
+    """What the order of a reward was worth, by the completions of a prompt: dicts."""
+    truth = columns(row, "hundredth", 0.3, "reward")[0][1]
+    order = {str(DRAWN): order_of(row, "hundredth", 0.3, "reward")}
+    for count, predicted in row["fewer"].items():
+        x = torch.tensor(predicted["hundredth"], dtype=torch.float64)[:, 0]
+        order[count] = correlation(x, truth)
+    return [dict(number=row["number"], count=int(count), order=order[count],
+                 smoothness=smooth(row), agreement=agreement)
+            for count, agreement in row["agreement"].items()]
+
+
+def mean_log(rows, damping, which):
+    slopes = [max(0.1, slope_of(single(row, damping, which))) for row in rows]
+    return statistics.fmean(abs(math.log(slope)) for slope in slopes)
+
+
+def tell_size(which, rows, bound):
+    """Print what criterion 3 finds."""
+    odd, even = ([row for row in half if smooth(row) >= bound] for half in halves(rows))
+    if not odd or not even:
+        return
+    for damping in DAMPINGS:
+        logs = [mean_log(half, damping, which) for half in (odd, even)]
+        print(f"size, {which}, damping {damping}: mean |log slope| {logs[0]:.2f} of {len(odd)} odd "
+              f"runs, {logs[1]:.2f} of {len(even)} even ones")
+    best = min(DAMPINGS, key=lambda damping: mean_log(odd, damping, which))
+    pairs = [single(row, best, which) for row in even]
+    good = sum(0.5 <= slope_of(pair) <= 2 for pair in pairs)
+    error = statistics.median(map(error_of, pairs))
+    passed = len(even) >= 6 and good >= 5 / 6 * len(even) and error <= 0.5
+    print(f"size, {which}: damping {best}; slope between 0.5 and 2 in {good} of {len(even)} even "
+          f"runs, median error {error:.2f}: {'yes' if passed else 'no'}")
 
 
 def table(rows):
-    print("number rate iterations prompts job smoothness | a tenth: sentences' correlation, slope, "
-          "reward's | a hundredth: the same")
+    print("number rate iterations prompts job | reward | smoothness agreement reliability check | "
+          "order of sentences: tenth, hundredth; reward: tenth, hundredth | slope of singles: "
+          "sentence, reward | errors")
     for row in rows:
         cells = [f"{row[name]}" for name in ("number", "rate", "iterations", "prompts", "job")]
-        cells.append(f"{row['smoothness']:.3f}")
-        for size in SIZES:
-            for name in ("sentences", "reward"):
-                cells += [f"{mean(row[name][size], key):.2f}" for key in ("correlation", "slope")]
-        print(" | ".join(cells))
-    odd = [row for row in rows if row["number"] % 2]
-    even = [row for row in rows if not row["number"] % 2]
-    if odd and even:
-        bound = bound_of(odd)
-        right = sum((row["smoothness"] < bound) == is_bad(row) for row in even)
-        score = auc([1 - row["smoothness"] for row in even], list(map(is_bad, even)))
-        print(f"bound {bound:.3f} (odd runs); even runs: {right} of {len(even)} right, AUC "
-              f"{score:.2f}, {sum(map(is_bad, even))} are bad")
-        for name in ("sentences", "reward"):
-            slopes = [mean(row[name]["hundredth"], "slope") for row in even
-                      if row["smoothness"] >= bound]
-            good = sum(0.5 <= x <= 2 for x in slopes)
-            print(f"{name}: slope between 0.5 and 2 in {good} of {len(slopes)} that pass")
+        cells += [f"{x:.3f}" for x in row["reward"]]
+        more = [smooth(row), row["agreement"][str(DRAWN)], reliability(row, "hundredth"),
+                checked(row)[0]]
+        more += [order_of(row, size, 0.3, which) for which in SINGLES for size in SIZES]
+        more += [slope_of(single(row, 0.3, which)) for which in SINGLES]
+        more += [error_of(single(row, 0.3, which)) for which in SINGLES]
+        print(" | ".join([*cells, *(f"{x:.2f}" for x in more)]))
+    odd, even = halves(rows)
+    if not odd or not even:
+        return
+
+    bound = tell("a hundredth, by smoothness", rows, smooth,
+                 lambda row: order_of(row, "hundredth", 0.3, "sentences"))
+    tell("a tenth, by smoothness", rows, smooth,
+         lambda row: order_of(row, "tenth", 0.3, "sentences"))
+    tell("the other hundredths, by smoothness", rows, smooth, lambda row: checked(row)[1])
+    tell("the other hundredths, by a check", rows, lambda row: checked(row)[0],
+         lambda row: checked(row)[1])
+    counted = [by_count for row in rows if reliability(row, "hundredth") >= RELIABLE
+               for by_count in by_counts(row)]
+    if all(halves(counted)):
+        for name in ("smoothness", "agreement"):
+            tell(f"the reward, a hundredth, by {name}", counted, lambda row: row[name],
+                 lambda row: row["order"])
+        most = [row for row in counted if row["count"] == DRAWN]
+        tell(f"the same, by {DRAWN} completions of a prompt, by smoothness", most,
+             lambda row: row["smoothness"], lambda row: row["order"])
+    for damping in DAMPINGS:
+        means = [statistics.fmean(order_of(row, "hundredth", damping, "sentences") for row in half)
+                 for half in (odd, even)]
+        print(f"order, damping {damping}: {means[0]:.3f} of odd runs, {means[1]:.3f} of even ones")
+    for which in SINGLES:
+        tell_size(which, rows, bound)
 
 
 def main(argv):
-    own, _ = own_flags(argv, dict(table=False))
+    own, _ = own_flags(argv, dict(table=False, part=1, parts=1))
     os.makedirs(OUT, exist_ok=True)
+    inputs = None if own["table"] else grpo.read_inputs(settings_of(**runs()[0]))
     rows = []
     for row in runs():
-        path = f"{OUT}/{row[0]:02}.json"
-        if not os.path.exists(path) and not own["table"]:
-            with tempfile.TemporaryDirectory() as folder:
-                found = measure(row, folder)
-            with open(path, "w", encoding="utf-8") as f:
-                json.dump(found, f)
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as f:
-                rows.append(json.load(f))
+        is_own = not own["table"] and row["number"] % own["parts"] == own["part"] - 1
+
+        def make():
+            seed = seed_for("trust", row["number"])
+            return row | measure(settings_of(**row), inputs, SIZES, seed)
+
+        found = measured(f"{OUT}/{row['number']:02}.json", make if is_own else None)
+        if found:
+            rows.append(found)
     table(rows)
 
 
