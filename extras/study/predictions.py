@@ -26,6 +26,7 @@ SENTENCES = 4
 DRAWN = 256                         # held-out completions of a prompt
 FEWER = (16, 2)                     # what predictions by fewer are worth is asked, too
 DAMPINGS = (0.3, 0.1, 0.03, 0.0)
+PLAIN = "no Hessian"                # damped by the first of these
 LISTED = 3                          # single rollouts at either end of a list
 AT_ONCE = 1024                      # completions
 
@@ -76,17 +77,17 @@ class Truth:
 # a run
 
 
-def effects_of(setup, cfg, states, taken, slopes, folder, damping):
+def effects_of(setup, cfg, states, taken, slopes, folder, damping, hessian=True):
     """The effects (K, I, N) on columns whose slopes (K, W) at the end are given. No shares."""
     nothing = torch.zeros_like(slopes)
     course = Course(None, None, [nothing] * len(taken), slopes)
-    return account(setup, cfg, states, taken, course, folder, damping=damping).effects
+    return account(setup, cfg, states, taken, course, folder, hessian, damping).effects
 
 
 def all_effects(setup, cfg, states, taken, slope, points, folder, dampings):
-    """({damping: effects (K, I, N)}, and by the completions of a prompt, {count: (1, I, N)} of the
+    """({damping, or PLAIN: effects (K, I, N)}, and by the completions of a prompt, {count: (1, I, N)} of the
     reward by fewer; {count: how far its halves agree}). slope: of the sentences. points: {count:
-    target.Point of the reward}. Fewer are asked of the first damping alone."""
+    target.Point of the reward}. Fewer, and no Hessian, are asked of the first damping alone."""
     found = {}
     agreement = {}
     for damping in dampings:
@@ -102,6 +103,8 @@ def all_effects(setup, cfg, states, taken, slope, points, folder, dampings):
                 found[damping] = torch.cat([by_sentence, reward])
             else:
                 found[count] = reward
+    slopes = torch.cat([slope, points[DRAWN].slope.sum(0, keepdim=True)])
+    found[PLAIN] = effects_of(setup, cfg, states, taken, slopes, folder, dampings[0], hessian=False)
     return found, agreement
 
 
@@ -163,7 +166,7 @@ def measure(cfg, inputs, sizes, seed, dampings=DAMPINGS):
                 change, noise = truth.at(train_again(setup, cfg, states, taken, factors))
                 found["truth"][size].append(change)
                 found["noise"][size].append(noise)
-    for name, keys in (("predicted", dampings), ("fewer", FEWER)):
+    for name, keys in (("predicted", [*dampings, PLAIN]), ("fewer", FEWER)):
         found[name] = {str(key): {size: predictions(effects[key], lists)
                                   for size, lists in subsets.items()} for key in keys}
     return found | dict(seconds=time.process_time() - began)
