@@ -1,8 +1,10 @@
-"""The bench: an iteration is grpo's, variants take turns, and what is typed wrong is refused."""
+"""The bench: an iteration is grpo's, variants take turns, parts that fail on a card are named, and
+what is typed wrong is refused."""
 import importlib.util
 import itertools
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -15,7 +17,9 @@ import tracin
 from common.files import ROOT
 from extras.bench import card, phases, shapes
 from rollout import completion_logprobs
-from worlds import assert_near, assert_refused, printed, read_rows, settings, setup_of, skip_without
+from worlds import assert_refused, printed, read_rows, settings, setup_of, skip_without
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -23,12 +27,13 @@ def quick(comments):
     """Flags of a job that takes a moment."""
     return [f"{ROOT}/config/quick_test.py", f"--comments={comments}", "--n_layer=1", "--n_embd=16",
             "--n_head=2", "--num_prompts=2", "--num_generations=2", "--max_completion_length=4",
-            "--device=cpu"]
+            "--device=cpu", "--repeat=1"]
 
 
 def test_an_iteration_is_that_of_a_run():
     cfg = settings(beta=0.1)
-    here, there = setup_of(cfg), setup_of(cfg)
+    here = setup_of(cfg)
+    there = setup_of(cfg)
     found = bench.iteration(here, cfg, 3)
     batch = grpo.collect_iteration(there, 3, cfg)
     grpo.update(there, batch, None, cfg, bench.seed_for(cfg.seed, "rows", 3))
@@ -47,18 +52,18 @@ def test_variants_take_turns_and_the_first_round_does_not_count(monkeypatch):
     monkeypatch.setattr(bench, "iteration", iteration)
     rounds = bench.in_turns({"a": ("A", None), "b": ("B", None)}, 3)
     assert order == [(setup, it) for it in range(4) for setup in "AB"]
-    text = printed(bench.print_rounds, rounds)
-    assert "a\n  2.000 s an iteration (1.000 to 3.000), 5 tokens/s, 1.00 x the first" in text
+    a, numbers, *_ = printed(bench.print_rounds, rounds).splitlines()
+    assert a == "a"
+    median, least, most, rate, speedup, memory = map(float, re.findall(r"\d+\.?\d*", numbers))
+    assert (median, least, most, rate, speedup, memory) == (2, 1, 3, 5, 1, .5)
 
 
 def test_a_config_beside_a_variant(quick):
-    text = printed(bench.main, [*quick, "--repeat=1", "vs", "--tracin=self"])
+    text = printed(bench.main, [*quick, "vs", "--tracin=self"])
     plain, influence = [json.loads(line) for line in text.splitlines() if line[0] == "{"]
     assert plain["phases"]["influence"] is None
     assert influence["phases"]["influence"]["tokens_per_s"] > 0
-    assert f"{' '.join(quick)} (torch.float32)\n" in text, "a variant says what it runs in"
-    assert "vs --tracin=self (torch.float32)\n" in text
-    assert text.count(" tokens/s, ") == 2
+    assert "vs --tracin=self (torch.float32)\n" in text, "a variant says what it runs in"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -116,22 +121,18 @@ def test_the_work_of_a_forward_is_what_torch_counts():
     assert work["sampling"][1] == 4 * (T * linear + keys * 2 * c.n_layer * c.n_embd)
 
 
-def test_peaks_are_looked_up_by_name():
+def test_peaks_of_a_card_are_looked_up_by_its_name():
     half, full = torch.bfloat16, torch.float32
     assert phases.peaks_of("NVIDIA A100-SXM4-80GB", half) == (2039e9, 312e12)
     assert phases.peaks_of("NVIDIA H100 PCIe", full) == (2000e9, 51e12)
-    assert phases.peaks_of("NVIDIA H100 80GB HBM3", half) == (3350e9, 989e12)
     assert phases.peaks_of("Tesla T4", half) == (320e9, None)
     assert phases.peaks_of("a card of tomorrow", half) == (None, None)
     assert phases.share(1e9, 0.5, 4e9) == 0.5
-    assert phases.share(None, 0.5, 4e9) is None
-    assert phases.share(1e9, 0.5, None) is None
+    assert phases.share(None, 0.5, 4e9) is phases.share(1e9, 0.5, None) is None
 
 
 # ------------------------------------------------------------------------------------------------
 # the card
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", [
@@ -142,14 +143,11 @@ def test_a_part_works_here(name):
     assert part.said == "ok", part
 
 
-def test_a_run_is_interrupted_and_looked_at():
-    parts = []
-    for name, *part in card.all_parts():
-        if name in ("resume", "evaluate.py", "tracin.py"):
-            parts.append((name, *part))
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(card, "all_parts", lambda: parts)
-        found = card.try_parts(CPU)
+def test_a_run_is_interrupted_and_looked_at(monkeypatch):
+    names = ("resume", "evaluate.py", "tracin.py, next iteration")
+    parts = [part for part in card.all_parts() if part[0] in names]
+    monkeypatch.setattr(card, "all_parts", lambda: parts)
+    found = card.try_parts(CPU)
     assert [part.said for part in found] == ["ok"] * 3, found
     assert found[0].error == 0, "a CPU repeats an iteration to the bit"
 
@@ -172,14 +170,12 @@ def test_what_fails_is_named_and_the_rest_goes_on(monkeypatch):
     said = {part.name: part.said for part in parts}
     assert "no kernel" in said["raises"]
     assert "stopped: NaN" in said["ends"]
-    assert said["lacks"].startswith("not there")
     assert said["right"] == "ok"
     with pytest.raises(SystemExit) as end:
         printed(card.print_card, CPU, parts, ["{}"])
-    assert str(end.value).endswith("raises, ends, wrong, nan")
-    text = printed(card.print_card, CPU, parts[-1:], ["a line"])
-    assert "a line\n" in text
-    assert "failed:    nothing" in text
+    failed = [name for name in said if name in str(end.value)]
+    assert failed == ["raises", "ends", "wrong", "nan"]
+    assert "a line\n" in printed(card.print_card, CPU, parts[-1:], ["a line"])
 
 
 @pytest.mark.parametrize("name", ["model gpt2, float32", "run plain, float32"])
@@ -197,23 +193,21 @@ def test_wrong_numbers_are_found(name, monkeypatch):
     monkeypatch.setattr(card, "completion_logprobs", off)
     monkeypatch.setattr(card, "read_log", off_entropy)
     part, = card.try_parts(CPU, name)
-    assert part.said == "off by more than is allowed", part
+    assert part.said != "ok" and part.error > part.allowed, part
 
 
 def test_a_fast_path_that_is_turned_off_fails(monkeypatch):
     from run import precision
     monkeypatch.setattr(precision, "find_problem", lambda *_: "made up")
     part, = card.try_parts(CPU, "run plain, bfloat16")
-    assert "note: bfloat16 off: made up" in part.said
+    assert "made up" in part.said
 
 
 def test_a_single_config_ends_in_the_card(quick, monkeypatch):
-    monkeypatch.setattr(bench, "try_parts", lambda device: [card.Part("p", 0.0, 0.0, "ok", 1.0)])
-    text = printed(bench.main, [*quick, "--repeat=1"])
-    block = text[text.index("paste from here"):]
-    assert '"phases": ' in block
-    assert "p  " in block
-    assert "paste" not in printed(bench.main, [*quick, "--repeat=1", "--card=False"])
+    monkeypatch.setattr(bench, "try_parts", lambda device: [card.Part("part x", 0, 0, "ok", 1.0)])
+    before, part, after = printed(bench.main, quick).partition("part x")
+    assert part and '"phases": ' in before, "the card has no line of the phases"
+    assert "part x" not in printed(bench.main, [*quick, "--card=False"])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -226,15 +220,7 @@ def test_beside_trl_no_judge_is_asked(quick, monkeypatch):
     monkeypatch.setattr(bench, "rounds_of_trl", lambda *_: [bench.Round(1.0, 1, 0.0)])
     asked = ["--judge=train", "--reward_funcs=('reward','judge')", "--reward_weights=(1.0,1.0)"]
     text = printed(bench.main, ["trl", *quick, *asked])
-    assert text.count(" s an iteration") == 2
-    assert "here\n" in text
-
-
-def test_what_is_typed_wrong_is_one_line(quick):
-    assert_refused("--repeat", bench.main, ["--repeat=0"])
-    assert_refused("tracing", bench.main, [*quick, "vs", "--tracing=self"])
-    for argv in (["vs"], ["vs", "--tracin=self"], [*quick, "vs"]):
-        assert_refused("vs", bench.main, argv)
+    assert text.count(" tokens/s, ") == 2
 
 
 def test_the_tape_beside_a_forward_and_backward(monkeypatch):
@@ -243,14 +229,10 @@ def test_the_tape_beside_a_forward_and_backward(monkeypatch):
     note, line = printed(bench.main, ["tape", "--repeat=1"]).splitlines()
     assert "pip install dattri-llm" in note
     assert line.startswith("1 x 8, V 20, 4 x 3 tokens: ")
-    assert "with tape" in line
 
 
-def test_dattri_llm_does_the_same_work_as_the_tape():
-    pytest.importorskip("dattri_llm")
-    model, loss = shapes.random_loss(2, 64, 300, 8, 10)
-    scores, kept = shapes.with_tape(model, 8, loss)
-    others, gradient = shapes.with_dattri(model, 8, loss)
-    assert_near(others.double(), scores, 0.01 * float(scores.abs().max()))
-    for p, g in gradient.items():
-        assert_near(g, kept[p], 1e-4 * float(kept[p].abs().max()))
+def test_what_is_typed_wrong_is_one_line(quick):
+    assert_refused("--repeat", bench.main, ["--repeat=0"])
+    assert_refused("tracing", bench.main, [*quick, "vs", "--tracing=self"])
+    for argv in (["vs"], ["vs", "--tracin=self"], [*quick, "vs"]):
+        assert_refused("vs", bench.main, argv)

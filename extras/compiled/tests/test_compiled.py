@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import extras.compiled as compiled_module
-from extras.compiled import BUCKET, Decoder, OrPlain, compile_nets, read_again, read_one
+from extras.compiled import Decoder, OrPlain, compile_nets, read_again, read_one
 from rollout import completion_logprobs, generate
 from run.precision import check_precision
 from worlds import (
@@ -19,7 +20,6 @@ from worlds import (
     shaken, skip_without, with_lora, word_gpt)
 
 PROMPTS = [[5, 6, 7], [3, 4], [9]]
-torch_compile = torch.compile
 
 # ------------------------------------------------------------------------------------------------
 # the decoder
@@ -43,26 +43,8 @@ def test_a_decoder_samples_the_same_tokens(shape):
         torch.testing.assert_close(logp, found.logp, rtol=1e-4, atol=1e-4)
 
 
-def test_memory_is_kept_between_calls_and_holds_nothing_of_the_last_one():
-    decoder = Decoder(random_gpt())
-    unpadded = [[5, 6], [3, 4], [9, 2]]
-    one_token = [[5], [3], [9]]
-    for prompts in (PROMPTS, [[1], [2, 8, 8, 8], [30, 4]], unpadded, one_token, PROMPTS):
-        assert_same_tokens(decoder, prompts)
-    cache, = decoder.kept
-    assert (cache.N, cache.S) == (BUCKET, BUCKET)
-
-
-def test_all_completions_are_read_in_one_shape_until_all_have_ended():
-    model = random_gpt(8, seed=5)       # many end early
-    shapes = []
-    model.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
-    generate(Decoder(model), [[5, 6, 1], [3, 4], [2]], 4, 12, seed=3, eos=(7,))
-    assert set(shapes[1:]) == {(BUCKET, 1, 32)}
-
-
-def test_few_shapes_are_compiled_and_kept_whatever_counts_come(monkeypatch):
-    """Compiled as on a GPU, once for each shape."""
+def test_few_shapes_are_compiled_and_kept_whatever_comes(monkeypatch):
+    """Compiled as on a GPU, once for each shape; what is kept holds nothing of the last call."""
     monkeypatch.setattr(compiled_module, "BUCKET", 4)
     monkeypatch.setattr(compiled_module, "MOST", 2)
     graphs = []
@@ -75,6 +57,8 @@ def test_few_shapes_are_compiled_and_kept_whatever_counts_come(monkeypatch):
     decoder = Decoder(random_gpt(n_layer=1), step)
     for count in (5, 1, 9, 3, 30):      # prompts, two completions of each
         prompts = [[5, 6, 7 + i % 3][:1 + i % 3] for i in range(count)]
+        assert_same_tokens(decoder, prompts)
+    for prompts in (PROMPTS, [[1], [2, 8, 8, 8], [30, 4]], [[5, 6], [3, 4], [9, 2]], [[5], [3]]):
         assert_same_tokens(decoder, prompts)
     assert len(decoder.kept) <= 2, "memory is kept for every number of rows"
     assert len(graphs) <= 2, "every number of rows is another compilation"
@@ -115,7 +99,7 @@ def test_weights_are_cast_once_for_all_tokens(frozen):
     assert casts(decoder, 2, False) == casts(decoder, 9, False), "a graph casts for each token"
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, "lora"])
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "lora"])
 def test_a_decoder_in_bfloat16_has_the_weights_of_now(shape):
     model = random_gpt(**SHAPES.get(shape, {}))
     if shape == "lora":
@@ -158,14 +142,21 @@ def word_nets():
     return setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS), replace(cfg, compile=True)
 
 
-def compiled(change=lambda h: h):
+def is_plain(setup):
+    """Whether nothing is compiled; None: some is."""
+    plain = {setup.policy_fn is setup.policy, setup.reference_fn is setup.reference,
+             setup.generate is generate}
+    return plain.pop() if len(plain) == 1 else None
+
+
+def changed(change=lambda h, ids, mask: h):
     """In place of torch.compile: the model as it is, but what it returns is changed."""
     def compile(function, **how):
+        def call(ids, mask):
+            return change(function(ids, mask), ids, mask)
+
         if not isinstance(function, nn.Module):
             return function
-
-        def call(*args):
-            return change(function(*args))
         call.lm_head = function.lm_head
         return call
     return compile
@@ -179,8 +170,6 @@ def failing_after(calls, kind=object):
     """In place of torch.compile: the function as it is, which raises after so many calls, if it is
     of this kind."""
     def compile(function, **how):
-        if not isinstance(function, kind):
-            return function
         left = iter(range(calls))
 
         def call(*args):
@@ -188,14 +177,38 @@ def failing_after(calls, kind=object):
             if next(left, None) is None:
                 raising()
             return found
-        return call
+        return call if isinstance(function, kind) else function
     return compile
 
 
-def without_backward(function, **how):
-    """In place of torch.compile: torch's own, whose compiler fails in the backward."""
-    from torch._dynamo.backends.common import aot_autograd
+def test_what_holds_is_used_and_nothing_is_said(monkeypatch):
+    monkeypatch.setattr(torch, "compile", changed())
+    for dtype in (torch.float32, torch.bfloat16):
+        setup, cfg = word_nets()
+        setup.dtype = dtype
+        before = torch.get_rng_state()
+        assert printed(check_precision, setup, cfg) == ""
+        assert is_plain(setup) is False
+        assert setup.dtype == dtype
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(p.grad is None for p in setup.policy.parameters())
 
+
+@pytest.mark.parametrize("change", [
+    lambda h, ids, mask: h + 0.05 * h.abs().mean(), lambda h, ids, mask: h * math.nan,
+    lambda h, ids, mask: h.detach() + 0 * h, raising,
+    lambda h, ids, mask: h * (1.1 if mask is None else 1),
+    lambda h, ids, mask: h * (1.1 if len(ids) == 1 else 1)],
+    ids=["wrong", "NaN", "wrong gradient", "an error", "wrong without padding", "a wrong row"])
+def test_compile_that_does_not_hold_is_turned_off_in_one_line(monkeypatch, change):
+    monkeypatch.setattr(torch, "compile", changed(change))
+    setup, cfg = word_nets()
+    out = printed(check_precision, setup, cfg)
+    assert "compile" in out and out.count("\n") == 1, out
+    assert is_plain(setup)
+
+
+def test_a_backward_that_cannot_be_compiled_is_noticed_before_training(monkeypatch):
     def fails(graph, inputs):
         raise RuntimeError("no backward")
 
@@ -203,88 +216,63 @@ def without_backward(function, **how):
         return graph.forward
 
     backend = aot_autograd(fw_compiler=works, bw_compiler=fails, inference_compiler=works)
-    return torch_compile(function, backend=backend, **how)
-
-
-def test_what_holds_is_used_and_nothing_is_said(monkeypatch):
-    monkeypatch.setattr(torch, "compile", compiled())
-    for dtype in (torch.float32, torch.bfloat16):
-        setup, cfg = word_nets()
-        setup.dtype = dtype
-        before = torch.get_rng_state()
-        assert printed(check_precision, setup, cfg) == ""
-        assert setup.policy_fn is not setup.policy
-        assert setup.reference_fn is not setup.reference
-        assert setup.generate is not generate
-        assert setup.dtype == dtype
-        assert torch.equal(torch.get_rng_state(), before)
-        assert all(p.grad is None for p in setup.policy.parameters())
-
-
-@pytest.mark.parametrize("change, says", [
-    (lambda h: h + 0.05 * h.abs().mean(), "note: compile off: log-probs are off by"),
-    (lambda h: h * math.nan, "note: compile off: log-probs are off by nan"),
-    (lambda h: h.detach() + 0 * h, "note: compile off: gradients are off"),
-    (raising, "note: compile off: RuntimeError(")])
-def test_compile_that_does_not_hold_is_turned_off(monkeypatch, change, says):
-    monkeypatch.setattr(torch, "compile", compiled(change))
-    setup, cfg = word_nets()
-    out = printed(check_precision, setup, cfg)
-    assert out.startswith(says) and out.count("\n") == 1, out
-    assert setup.policy_fn is setup.policy
-    assert setup.reference_fn is setup.reference
-    assert setup.generate is generate
-
-
-@pytest.mark.parametrize("wrong", ["unpadded", "single"])
-def test_the_check_sees_rows_without_padding_and_a_single_row(monkeypatch, wrong):
-    def change(ids, mask):
-        return 1.1 if (mask is None if wrong == "unpadded" else len(ids) == 1) else 1.0
-
-    def compile(function, **how):
-        def call(ids, mask):
-            return change(ids, mask) * function(ids, mask)
-        call.lm_head = function.lm_head if isinstance(function, nn.Module) else None
-        return call if isinstance(function, nn.Module) else function
-
-    monkeypatch.setattr(torch, "compile", compile)
-    setup, cfg = word_nets()
-    assert printed(check_precision, setup, cfg).startswith("note: compile off: log-probs are off")
-
-
-def test_a_backward_that_cannot_be_compiled_is_noticed_before_training(monkeypatch):
-    monkeypatch.setattr(torch, "compile", without_backward)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     net = nn.Linear(2, 3)
     setup = SimpleNamespace(
         policy=net, policy_fn=net, reference=net, reference_fn=net, generate=generate)
     compile_nets(setup)
+    assert setup.generate is generate, "a policy that is no GPT has no step to compile"
     setup.policy_fn(torch.ones(1, 2)).sum().backward()
     assert setup.policy_fn is setup.policy
     assert setup.policy.weight.grad is not None
+
+
+FLAGS = ("--beta=0.1", "--max_iters=2", "--ref_model_sync_steps=1")
+
+
+@pytest.fixture(scope="module")
+def plain(run_grpo, tmp_path_factory):
+    """The folder of a run that is not compiled."""
+    folder = tmp_path_factory.mktemp("plain")
+    run_grpo(folder, *FLAGS)
+    return folder
+
+
+def assert_same_run(plain, other):
+    """Two runs have the same logs, up to rounding."""
+    for log in ("metrics.jsonl", "samples.jsonl"):
+        for a, b in zip(read_rows(plain / log), read_rows(other / log), strict=True):
+            assert a.keys() == b.keys()
+            for name in a.keys() - {"step_time"}:
+                is_float = isinstance(a[name], float)
+                expected = pytest.approx(a[name], 1e-3, 1e-5) if is_float else a[name]
+                assert b[name] == expected, name
 
 
 @pytest.mark.parametrize("compile", [
     failing_after(0), failing_after(40), failing_after(4, nn.Module)],
     ids=["in the check", "while sampling", "in training"])
 def test_a_compiler_that_fails_is_turned_off_and_the_run_goes_on(
-        run_grpo, tmp_path, monkeypatch, compile):
-    plain = tmp_path / "plain"
-    late = tmp_path / "late"
-    flags = ("--beta=0.1", "--max_iters=2", "--ref_model_sync_steps=1")
-    run_grpo(plain, *flags)
+        plain, run_grpo, tmp_path, monkeypatch, compile):
     monkeypatch.setattr(torch, "compile", compile)
-    out = run_grpo(late, *flags, "--compile=True")
-    assert out.count("note: compile off: RuntimeError('no ") == 1
-    for log in ("metrics.jsonl", "samples.jsonl"):
-        assert_same_rows(plain / log, late / log)
+    out = run_grpo(tmp_path, *FLAGS, "--compile=True")
+    assert out.count("no compiler") == 1, "it is said once"
+    assert_same_run(plain, tmp_path)
+
+
+def test_a_run_is_the_same_compiled(plain, run_grpo, tmp_path, monkeypatch):
+    """With torch's own graphs, shapes and guards, but without its code generator, which is slow."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    out = run_grpo(tmp_path, *FLAGS, "--compile=True")
+    assert "compile off" not in out
+    assert_same_run(plain, tmp_path)
 
 
 def test_a_step_that_failed_half_way_is_read_again():
     """The token was written to the memory before the error came."""
-    model = random_gpt()
     notes = []
     step = OrPlain(failing_after(3)(read_one), read_again, notes.append)
-    assert_same_tokens(Decoder(model, step))
+    assert_same_tokens(Decoder(random_gpt(), step))
     assert len(notes) == 1
 
 
@@ -294,33 +282,3 @@ def test_running_out_of_memory_is_no_failure_of_the_compiler():
 
     with pytest.raises(torch.OutOfMemoryError):
         OrPlain(full, lambda: 1, None)()
-
-
-def test_sampling_from_a_policy_that_is_no_gpt_is_not_compiled():
-    setup = SimpleNamespace(policy=nn.Linear(2, 3), reference=nn.Linear(2, 3), generate=generate)
-    compile_nets(setup)
-    assert setup.policy_fn is not setup.policy
-    assert setup.generate is generate
-
-
-def assert_same_rows(log, other):
-    """Two logs say the same, up to rounding."""
-    for a, b in zip(read_rows(log), read_rows(other), strict=True):
-        assert a.keys() == b.keys()
-        for name in a.keys() - {"step_time"}:
-            expected = a[name]
-            if isinstance(expected, float):
-                expected = pytest.approx(expected, 1e-3, 1e-5)
-            assert b[name] == expected, name
-
-
-def test_a_run_is_the_same_compiled(run_grpo, tmp_path, monkeypatch):
-    """With torch's own graphs, shapes and guards, but without its code generator, which is slow."""
-    plain = tmp_path / "plain"
-    fast_one = tmp_path / "fast"
-    run_grpo(plain, "--beta=0.1", "--max_iters=1")
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    out = run_grpo(fast_one, "--beta=0.1", "--max_iters=1", "--compile=True")
-    assert "compile off" not in out
-    for log in ("metrics.jsonl", "samples.jsonl"):
-        assert_same_rows(plain / log, fast_one / log)

@@ -22,7 +22,8 @@ from extras.environment.tools import (
 from extras.environment import answering, try_environment
 from run.settings import load_settings
 from worlds import (
-    WORDS, WORD_PROMPTS, assert_refused, printed, refusal, settings, setup_of, word_gpt)
+    WORDS, WORD_PROMPTS, assert_refused, printed, read_rows, settings, setup_of,
+    word_gpt)
 
 T = 20
 STOPS = tuple("aihlmrsu ?")     # none is in <|endoftext|>
@@ -146,8 +147,7 @@ def test_what_samples_hears_the_environment_and_is_given_columns():
         seen.clear()
         sampling()
         assert set(seen) == {(prompt.text, prompt.row["number"]) for prompt in prompts}
-    said = refusal(sample.speak, setup, setup.policy, cfg, "you are", 3)
-    assert "asks for the column 'number'" in said
+    assert_refused("'number'", sample.speak, setup, setup.policy, cfg, "you are", 3)
 
 
 def test_metrics_count_what_the_policy_drew():
@@ -165,20 +165,17 @@ def test_metrics_count_what_the_policy_drew():
         m["completions/mean_length"])
 
 
-WRONG = [   # function, what the refusal names
+@pytest.mark.parametrize("function, name", [
     (lambda prompts, transcripts: [{}[text] for text in transcripts], "KeyError"),
     (lambda transcripts: "yes", "'yes'"), (lambda transcripts: transcripts[1:], "transcripts"),
     (lambda transcripts: [3] * len(transcripts), "[3, 3, "),
     (lambda transcripts, answer: [], "'answer'"), (lambda transcripts, answer: [], "'last'"),
     (lambda transcripts: transcripts.clear() or [], "environment"),
-    (lambda prompts, completions: [], "transcripts"), (lambda: [], "environment")]
-
-
-def test_what_an_environment_does_wrong_is_one_line():
+    (lambda prompts, completions: [], "transcripts"), (lambda: [], "environment")])
+def test_what_an_environment_does_wrong_is_one_line(function, name):
     known = [Prompt(text, ids, row | {"answer": 1}) for text, ids, row in WORD_PROMPTS]
-    for function, name in WRONG:
-        prompts = [*known, Prompt("last", [1], {"text": "last"})]
-        assert_refused(name, try_environment, with_game(function), prompts)
+    prompts = [*known, Prompt("last", [1], {"text": "last"})]
+    assert_refused(name, try_environment, with_game(function), prompts)
 
 
 EXPLAINED = """
@@ -193,9 +190,10 @@ def environment(prompts, transcripts):
 
 def test_a_run_with_turns_is_explained(run_grpo, tmp_path):
     (tmp_path / "config.py").write_text(EXPLAINED)
-    text = run_grpo(f"{tmp_path}/run", tmp_path / "config.py", "--judge=None", "--eval_judge=None",
-                "--tracin=advantage", "--stop_strings=('e',)", "--max_turns=8")
-    assert "% environment" in text, "the environment has said nothing"
+    run_grpo(f"{tmp_path}/run", tmp_path / "config.py", "--judge=None", "--eval_judge=None",
+             "--tracin=advantage", "--stop_strings=('e',)", "--max_turns=8", "--max_iters=2")
+    last = read_rows(f"{tmp_path}/run/metrics.jsonl")[-1]
+    assert last["forced"] > 0, "the environment has said nothing"
     explain = importlib.import_module("explain.__main__")
     argv = [f"{tmp_path}/run", f"{tmp_path}/config.py", "--next_iteration"]
     assert "the tape agrees with" in printed(explain.main, argv)
@@ -206,30 +204,28 @@ def test_a_run_with_turns_is_explained(run_grpo, tmp_path):
 
 TABLE = {"calc": calc}
 REPLIES = {
-    "calc(12*7)": " = 84", "calc( (1+2)*3 )": " = 9", "I think": "", "calc(12*7) = 84": "",
-    "calc(12*7": "", "(12*7)": "", ")": "", "calc(12*7).\n": " = 84", "calc(12*7) so": "",
-    "calc(1/0) error: division by zero": "", "calc(1) = ?": "", "calc(1) = 1, calc(2)": " = 2",
-    "(calc(2)": " = 2", "calc(2))": " = 2", "é(1)": " error: no tool 'é'; there is calc",
-    "calx(1)": " error: no tool 'calx'; there is calc",
-    "calc(1/0)": " error: division by zero", "calc(9**9)": " error: not an expression",
-    "calc(one)": " error: only numbers, + - * / and brackets, at most 100 characters"}
+    "calc(12*7)": " = 84", "calc( (1+2)*3 )": " = 9", "calc(12*7).\n": " = 84",
+    "calc(1) = 1, calc(2)": " = 2", "(calc(2)": " = 2", "calc(2))": " = 2",
+    "I think": "", "calc(12*7": "", "(12*7)": "", ")": "",              # nothing was called
+    "calc(12*7) = 84": "", "calc(12*7) so": "", "calc(1) = ?": "",      # or it is answered
+    "calc(1/0) error: division by zero": ""}
+FAILS = ("é(1)", "calx(1)", "calc(1/0)", "calc(9**9)", "calc(one)")
 
 
 def test_a_call_is_answered_with_its_result_or_its_error():
     for text, added in REPLIES.items():
         assert reply(text, TABLE) == added, text
         assert answer_calls(TABLE, ["?", "?"], ["no call", text]) == ["", added]
+    for text in FAILS:
+        assert reply(text, TABLE).startswith(" error: "), text
     table = {"long": lambda text: "ab \n" * 9999, "find": lambda text: "(as f(x) = 3)\nin g(h(2))"}
     assert len(reply("long(1)", table)) < 250
     assert "\n" not in reply("long(1)", table)
     answer = reply("find(x)", table)
     assert answer == " = (as f (x) = 3) in g (h (2))", "what an answer says is no call"
     assert reply("find(x)" + answer, table) == ""
-
-
-def test_long_texts_are_read_at_once():
     for text in ("(" * 50_000 + ")" * 50_000, "a" * 100_000 + ")", "f(" * 50_000 + ")" * 50_000):
-        reply(text, TABLE)
+        reply(text, TABLE)      # is read at once
 
 
 def test_calls_and_failures_are_counted_in_the_texts():
@@ -242,9 +238,8 @@ def test_prompts_and_table_name_the_same_tools():
     """A real mistake: the prompt said slack_send_message, the table send_slack_message."""
     table = {"calc": calc, "send_slack_message": str}
     check_prompts_name(table, ["calc(2*2), send_slack_message(text)", "What is (2*2)?"])
-    line = refusal(check_prompts_name, table, ["You have slack_send_message(text). Hello"])
-    assert "'slack_send_message'" in line
-    assert "'send_slack_message'" in line
+    assert_refused(("'slack_send_message'", "'send_slack_message'"), check_prompts_name, table,
+                   ["You have slack_send_message(text). Hello"])
 
     async def waits(text):
         return text

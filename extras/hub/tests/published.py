@@ -1,5 +1,6 @@
 """Tiny models in exactly the layouts that they are published in, and what they are by hand: GPT-2,
 GPT-Neo, Llama, Qwen2, Qwen3, RoBERTa; folders and GGUF files."""
+import functools
 import itertools
 import json
 import os
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 
 import gguf
 import torch
+from tokenizers import Tokenizer
 from torch.nn import functional as F
 
 import worlds
@@ -26,7 +28,7 @@ GPT2 = dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=V, 
 NEO = dict(architectures=["GPTNeoForCausalLM"], model_type="gpt_neo", vocab_size=V,
            max_position_embeddings=32, hidden_size=C, num_layers=3, num_heads=H, window_size=3,
            attention_types=[[["global", "local"], 1], [["local"], 1]],
-           activation_function="gelu_new", layer_norm_epsilon=1e-5)
+           intermediate_size=9, activation_function="gelu_new", layer_norm_epsilon=1e-5)
 LLAMA = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=V,
              max_position_embeddings=32, hidden_size=16, num_hidden_layers=2,
              num_attention_heads=H, num_key_value_heads=2, intermediate_size=10, rms_norm_eps=1e-2,
@@ -40,7 +42,8 @@ LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fac
 WITHOUT_THETA = {key: x for key, x in LLAMA.items() if key != "rope_theta"}
 # a config.json, and the GPTConfig that it means
 IS_GPT2 = dict(vocab_size=V, block_size=32, n_layer=2, n_head=H, n_embd=C)
-IS_NEO = IS_GPT2 | dict(n_layer=3, window=3, local_layers=(1, 2), attn_scale=1.0, qkv_bias=False)
+IS_NEO = IS_GPT2 | dict(n_layer=3, n_inner=9, window=3, local_layers=(1, 2), attn_scale=1.0,
+                        qkv_bias=False)
 IS_LLAMA = IS_GPT2 | dict(n_embd=16, n_kv_head=2, n_inner=10, norm_eps=1e-2, rope_base=50.0,
                           rms=True, swiglu=True, bias=False, tied=False)
 IS_LLAMA3 = IS_LLAMA | dict(head_dim=12, rope_scaling=(8.0, 1.0, 2.5, 24))
@@ -52,9 +55,6 @@ LAYOUTS = {
         GPT2 | dict(activation_function="gelu", n_inner=7, tie_word_embeddings=False),
         IS_GPT2 | dict(exact_gelu=True, n_inner=7, tied=False)),
     "gpt_neo": (NEO, IS_NEO),
-    "gpt_neo by erf": (
-        NEO | dict(activation_function="gelu", intermediate_size=9),
-        IS_NEO | dict(exact_gelu=True, n_inner=9)),
     "llama": (LLAMA, IS_LLAMA),
     "llama one kv head, tied": (
         LLAMA | dict(num_key_value_heads=1, tie_word_embeddings=True),
@@ -213,9 +213,19 @@ TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|i
             "{% endfor %}{{ '<|im_start|>assistant\\n' }}")
 
 
+@functools.cache
+def json_of_core(size):
+    return own_core(size).to_str()
+
+
+def gpt2_core(size):
+    """A tokenizers.Tokenizer of GPT-2's first tokens, the end token among them."""
+    return Tokenizer.from_str(json_of_core(size))       # to read all of GPT-2's is slow
+
+
 def chat_core(size=300):
-    """A tokenizers.Tokenizer of GPT-2's first tokens, the end token among them, and two marks."""
-    core = own_core(size)
+    """It with two further marks."""
+    core = gpt2_core(size)
     core.add_special_tokens(MARKS)
     return core
 
@@ -235,7 +245,7 @@ def make_chat(folder):
 def make_roberta(folder, labels=("nothate", "hate"), seed=1, **changes):
     """As facebook/roberta-hate-speech-dynabench-r4-target: its own numbers for GPT-2's tokens."""
     os.makedirs(folder, exist_ok=True)
-    own_core(300).model.save(str(folder))
+    gpt2_core(300).model.save(str(folder))
     tokens = sorted(read_json(f"{folder}/vocab.json").keys() - {"<|endoftext|>"})
     tokens = ["<s>", "<pad>", "</s>", "<unk>", *tokens, "<mask>"]
     c = dict(architectures=["RobertaForSequenceClassification"], model_type="roberta",

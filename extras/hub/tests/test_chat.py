@@ -81,11 +81,6 @@ def test_an_answer_that_has_begun_goes_on(template, begun, ends):
     assert chat(template).encode_chat(messages, "x")[0] == "2+2?"
 
 
-def test_an_answer_that_the_template_leaves_out_cannot_go_on():
-    assert_refused("continue", write, "{{ messages[0].content }}", [
-        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-
-
 THINKS = "{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}"
 
 
@@ -129,6 +124,8 @@ def test_what_is_wrong_with_messages_is_one_line():
             (TEMPLATE, [], "messages"), (TEMPLATE, [ASKED[1], "Hello"], "message 2"),
             (TEMPLATE, [{"role": "user", "content": 3}], "message 1"),
             (TEMPLATE, [{"role": "user", "content": "\ud800"}], "ud800"),
+            ("{{ messages[0].content }}", [ASKED[1], {"role": "assistant", "content": "b"}],
+             "continue"),
             ("{{ raise_exception('no\nsystem') }}", ASKED, "no system"),
             ("{{ ''.__class__.__mro__ }}", ASKED, "template"),
             ("{% set _ = messages.append(1) %}", ASKED, "template"),

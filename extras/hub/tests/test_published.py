@@ -25,7 +25,7 @@ from common.files import read_json
 from data.comments import split_of
 from worlds import (
     assert_near, assert_refused, generator_of, printed, read_rows, refusal, skip_without,
-    write_rows)
+    untimed_metrics, write_rows)
 
 NEO = GPTConfig(300, 64, 2, 2, 16, qkv_bias=False, attn_scale=1.0, window=4, local_layers=(1,))
 TINY = ["--device=cpu", "--max_completion_length=6", "--num_prompts=2", "--num_generations=4",
@@ -33,8 +33,7 @@ TINY = ["--device=cpu", "--max_completion_length=6", "--num_prompts=2", "--num_g
         "--save_interval=1", "--eval_interval=0", "--max_iters=2", "--learning_rate=1e-2",
         "--log_micro=False"]
 TRACIN = ["--tracin=reward", "--kl_in=reward", "--kl_estimator=k1", "--beta=0.1"]
-RUNS = {"gpt2": TRACIN, "neo": ["--lora_rank=2", *TRACIN], "chat": ["--beta=0.1"],
-        "gguf": ["--beta=0.1"]}
+RUNS = {"gpt2": TRACIN, "neo": ["--lora_rank=2", *TRACIN], "chat": ["--beta=0.1"]}
 
 
 @pytest.fixture(scope="module")
@@ -96,38 +95,36 @@ def flags_of(world, kind):
 # whole runs
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_run_is_rewarded_by_the_judge_and_evaluated_again(kind, finished, world):
-    samples = read_rows(f"{finished(kind)}/samples.jsonl")
+def test_a_run_is_rewarded_by_the_judge_evaluated_again_and_leaves_as_it_is(
+        kind, finished, world, tmp_path):
+    folder = finished(kind)
+    samples = read_rows(f"{folder}/samples.jsonl")
     completions = [row["completion"] for row in samples]
     rewards = judge_rewards(load_judge(world.hate)(completions), completions, "logit")
     for row, r in zip(samples, rewards, strict=True):       # None: the judge abstains
         assert row["reward"] == (r and pytest.approx(r, rel=1e-4, abs=1e-4))
-    last = read_rows(f"{finished(kind)}/eval.jsonl")[-1]
-    assert f" {last['perplexity']:.4f} " in start(evaluate.main, finished(kind))
+    last = read_rows(f"{folder}/eval.jsonl")[-1]
+    assert f" {last['perplexity']:.4f} " in start(evaluate.main, folder)
 
-
-@pytest.mark.parametrize("kind", RUNS)
-def test_run_leaves_as_its_policy_is(kind, finished, world, tmp_path):
-    start(export_run, finished(kind), tmp_path / "out")
+    start(export_run, folder, tmp_path / "out")
     base = getattr(world, kind)
     idx = torch.tensor([[7, 280, 3, 299, 44, 45]])
     exported = logits(load(f"{tmp_path}/out"), idx)
-    assert_near(exported, logits(load_run(finished(kind))[0], idx))
+    assert_near(exported, logits(load_run(folder)[0], idx))
     assert (logits(load(base), idx) - exported).abs().max() > 1e-3, "nothing was trained"
-    if os.path.isdir(base):
-        assert set(os.listdir(base)) <= set(os.listdir(tmp_path / "out"))
+    assert set(os.listdir(base)) <= set(os.listdir(tmp_path / "out"))
 
 
-def test_gguf_and_the_folder_it_was_made_of_speak_alike(finished):
-    said = [[row["completion"] for row in read_rows(f"{finished(kind)}/samples.jsonl")]
-            for kind in ("chat", "gguf")]
-    assert said[0] == said[1]
+def test_a_gguf_trains_as_the_folder_that_it_was_made_of(finished, world, tmp_path):
+    run = tmp_path / "run"
+    start(grpo.main, *flags_of(world, "chat"), f"--policy={world.gguf}", f"--out_dir={run}")
+    assert untimed_metrics(run) == untimed_metrics(finished("chat"))
 
 
 def test_commands_take_published_models(finished, world, tmp_path, monkeypatch):
     folder = shutil.copytree(finished("chat"), tmp_path / "chat")
-    text = start(explain.__main__.main, folder, "--next_iteration", "--tracin=reward",
-                 "--kl_in=reward")
+    asked = [folder, "--next_iteration", "--tracin=reward", "--kl_in=reward"]
+    text = start(explain.__main__.main, *asked)
     assert "agrees with a plain backward" in " ".join(text.split())
     monkeypatch.chdir(tmp_path)
     refusal(pretrain.main, world.flags)     # nothing is to be trained
@@ -148,25 +145,21 @@ def test_messages_are_asked_in_the_chat_template_of_the_model(world, tmp_path):
 # ------------------------------------------------------------------------------------------------
 # the published configs; transformers
 
-@pytest.mark.parametrize("config, kind", [
-    ("toxicity_gpt2", "gpt2"), ("toxicity_gptneo_lora", "neo"), ("toxicity_smollm2", "chat")])
-def test_config_runs_on_folders(config, kind, world, tmp_path, monkeypatch):
+@pytest.mark.parametrize("config, kind, extra", [
+    ("toxicity_gpt2", "gpt2", "hub"), ("toxicity_gptneo_lora", "neo", "lora"),
+    ("toxicity_smollm2", "chat", "lora")])
+def test_a_config_runs_on_its_own_prompts(config, kind, extra, world, tmp_path, monkeypatch):
+    skip_without(extra)
     rows = [row["prompt"] for row in read_rows(world.prompts)]
     prompts = {row["text"] for row in rows if (row["toxicity"] or 0) >= 0.3}
     comments = [(f"Comment {i} is labelled offensive", 1) for i in range(200)]
     if config == "toxicity_smollm2":
         prompts = {text for text, _ in comments if split_of(text).endswith("_prompts")}
-    if config != "toxicity_gpt2":
-        skip_without("lora")
     comments += [(f"Comment {i} is not, it is clean", 0) for i in range(200)]
     monkeypatch.setattr("data.comments.load_comments", lambda: comments)
-
-    def download(name, file, repo_type):
-        assert (name, file) == ("allenai/real-toxicity-prompts", "prompts.jsonl")
-        assert repo_type == "dataset"
-        return world.prompts
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    files = {("allenai/real-toxicity-prompts", "prompts.jsonl", "dataset"): world.prompts}
+    monkeypatch.setattr("huggingface_hub.hf_hub_download",
+                        lambda name, file, repo_type: files[name, file, repo_type])
     start(grpo.main, f"extras/hub/config/{config}.py", *world.judges,
           f"--policy={getattr(world, kind)}", "--max_iters=1", f"--out_dir={tmp_path}/run")
     metrics = read_rows(f"{tmp_path}/run/metrics.jsonl")

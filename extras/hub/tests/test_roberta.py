@@ -39,8 +39,9 @@ SOFTMAX, SIGMOID = "single_label_classification", "multi_label_classification"
     (("toxicity",), "", None, 0, []),
     (("toxicity", "threat"), "", SIGMOID, 0, []),
     (("toxicity", "insult"), ":insult", SIGMOID, 1, [])])
-def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(
+def test_a_classifier_gives_the_logit_of_its_toxic_label_and_says_how_it_reads_several(
         labels, label, problem, toxic, others, tmp_path):
+    """The same logits are p = 0.04 by softmax and 0.76 by sigmoid, and files rarely say which."""
     folder = make_roberta(tmp_path, labels, problem_type=problem, type_vocab_size=2)
     assert len(from_folder(folder).encode_ordinary(TEXTS[1])) > 22, "none is cut"
     z = by_hand(folder)
@@ -50,6 +51,9 @@ def test_published_classifier_gives_the_logit_of_its_toxic_label_by_hand(
     assert expected.std() > 2e-3, "texts must differ by more than what is allowed below"
     found = load_judge(folder + label)(TEXTS)
     torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
+    said = printed(load_judge, folder + label)
+    assert ("softmax" in said) == (len(labels) > 2)
+    assert ("sigmoid" in said) == (problem == SIGMOID)
 
 
 def test_a_folder_may_have_a_colon_and_a_config_null(tmp_path):
@@ -96,17 +100,6 @@ def test_what_is_no_classifier_is_one_line(tmp_path):
     save_tensors(f"{folder}/model.safetensors", tensors)
     put(folder, vocab=read_json(f"{folder}/vocab.json") | {"a": 999})
     assert_refused("999", load_judge, folder)
-
-
-@pytest.mark.parametrize("labels, problem, says", [
-    (("toxicity", "severe", "obscene"), None, "softmax"),
-    (("toxicity", "severe", "obscene"), SIGMOID, "sigmoid"),
-    (("toxicity", "threat"), SIGMOID, "sigmoid"), (("nothate", "hate"), None, ""),
-    (("toxicity",), None, "")])
-def test_a_judge_of_several_labels_says_how_it_reads_them(labels, problem, says, tmp_path):
-    """The same logits are p = 0.04 by softmax and 0.76 by sigmoid, and files rarely say which."""
-    said = printed(load_judge, make_roberta(tmp_path, labels, problem_type=problem))
-    assert says in said if says else not said
 
 
 def test_one_judge_in_both_roles_is_read_once_and_that_is_said(tmp_path):
