@@ -404,7 +404,7 @@ MISTAKES = [
 
     # test_compiled.py
     *of("extras/compiled/__init__.py",
-        "test_compiled.py::test_few_shapes_are_compiled_and_kept_whatever_counts_come",
+        "test_compiled.py::test_few_shapes_are_compiled_and_kept_whatever_comes",
         ("a shape for every count", "if len(self.kept) < MOST and", "if")),
     *of("extras/compiled/__init__.py",
         "test_compiled.py::test_a_decoder_in_bfloat16_has_the_weights_of_now",
@@ -429,7 +429,7 @@ MISTAKES = [
          "rewards = rewards - 0 * batch.kl.sum(1)")),
 
     # test_critic.py
-    *of("run/metrics.py", "test_critic.py::test_metrics_of_the_values_are_those_of_plain_python",
+    *of("run/metrics.py", "test_critic.py::test_metrics_of_the_critic_are_those_of_plain_python",
         ("the head's gradient after clipping", " * (grad_norm / most).clamp(min=1)", ""))]
 
 
