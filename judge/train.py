@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from common.device import autocast, fast_dtype
+from common.processes import rank0_first
 from common.script import BadInput
 from common.supervised import fit, made_once
 from data.tokenizer import load_tokenizer
@@ -51,6 +52,13 @@ def trained_judges(cfg, splits, device, may_train=True):
             made_of = (comments, SHAPE, VOCAB_SIZE, cfg.judge_tokens, SEED)
             judges[role] = load_judge(made_once(cfg, half, made_of, make, may_train), device)
     return judges
+
+
+def all_judges(cfg, inputs, may_train=True):
+    """The judges of a run -> {role: judge}: those that were read (inputs.judges), and those that
+    are trained at first use."""
+    with rank0_first():
+        return inputs.judges | trained_judges(cfg, inputs.splits, inputs.device, may_train)
 
 
 # ------------------------------------------------------------------------------------------------

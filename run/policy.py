@@ -78,7 +78,15 @@ def trainable(base, cfg):
         from extras.critic import ValueHead
         weight = base.lm_head.weight                                                # (V, C)
         policy.value_head = ValueHead(weight.shape[1]).to(weight)
+    policy.recompute = cfg.activation_checkpointing
     return policy
+
+
+def reference_for(policy, base, cfg):
+    """The reference: the base, or a copy of the policy where a sync will make it follow."""
+    if cfg.ref_model_sync_steps:
+        return copy.deepcopy(policy).requires_grad_(False)
+    return base
 
 
 def settings_of(path, content=None):

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from common.device import autocast, fast_dtype
+from common.processes import rank0_first
 from common.script import BadInput, shown
 from common.supervised import fit, made_once
 from data.tokenizer import load_tokenizer
@@ -122,3 +123,11 @@ def get_policy(cfg, splits, device, may_train=True):
     made_of = (texts, shape, cfg.pretrain_tokens, SEED, BATCH_SIZE)
     return load_gpt(
         made_once(cfg, f"policy-{cfg.n_layer}x{cfg.n_embd}", made_of, make, may_train))
+
+
+def base_policy(cfg, inputs, may_train=True):
+    """The policy before training, frozen, on the run's device: what was read (inputs.base), or the
+    policy "train"."""
+    with rank0_first():
+        base = inputs.base or get_policy(cfg, inputs.splits, inputs.device, may_train)
+    return base.to(inputs.device).eval().requires_grad_(False)

@@ -1,5 +1,5 @@
 """What a run starts from, and what the loop of grpo.py works with. grpo.prepare makes it."""
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from data.comments import get_splits
 from data.prompts import load_prompts
 from judge.rewards import try_rewards
 from judge.train import named_judges
-from run.policy import load_policy
+from rollout import generate
+from run.policy import load_policy, new_policy
 
 
 @dataclass
@@ -81,3 +82,39 @@ def read_inputs(cfg):
         try_environment(cfg, prompts + eval_prompts + val_prompts)
     return Inputs(
         device, dtype, base, judges, splits, tokenizer, prompts, eval_prompts, val_prompts)
+
+
+def new_setup(cfg, inputs, base, policy, reference, judges, optimizer):
+    """The Setup of what was made and what was read: nothing is compiled, and no reward is in it."""
+    return Setup(
+        policy=policy, base=base, reference=reference, judges=judges, reward_funcs={},
+        optimizer=optimizer, trained=[p for p in policy.parameters() if p.requires_grad],
+        tokenizer=inputs.tokenizer, prompts=inputs.prompts, eval_prompts=inputs.eval_prompts,
+        val_prompts=inputs.val_prompts, device=inputs.device, dtype=inputs.dtype,
+        generate=generate, policy_fn=policy, reference_fn=reference,
+        target_average=tracin.Average(cfg.tracin_target_ema))
+
+
+# ------------------------------------------------------------------------------------------------
+# a small step, which tries the functions of a config file
+
+
+def step_calls_functions(cfg):
+    """Whether a step calls functions of the config file beside rewards."""
+    by_setting = cfg.tracin == "target" or cfg.tracin_select == "weigh"
+    return by_setting or bool(cfg.functions.keys() & {"advantage", "optimizer"})
+
+
+def for_small_step(cfg, inputs):
+    """Settings and Inputs of a step that costs next to nothing and needs nothing that must be
+    trained first: short completions, perhaps of a random policy."""
+    small = replace(
+        cfg, judge=None, eval_judge=None, compile=False, max_turns=0,
+        mask_truncated_completions=False,
+        max_completion_length=min(4, cfg.max_completion_length))
+    base = inputs.base or new_policy(cfg)
+    return small, replace(inputs, base=base, judges={}, dtype=torch.float32)
+
+
+def made_up_reward(completions):
+    return 0.1 * torch.arange(len(completions))
