@@ -17,7 +17,7 @@ import torch
 
 from data.prompts import Prompt, encode_prompt
 from grpo import prepare, read_inputs
-from judge.rewards import score, told
+from judge.rewards import reward_facts, score
 from run.checkpoint import last_of, load_checkpoint
 from run.sampling import sample_completions
 
@@ -41,8 +41,8 @@ def speak(setup, policy, cfg, prompt, num, chat=False, iteration=0):
     for name, function in setup.reward_funcs.items():
         try:
             if name != "judge":
-                more = told(samples.rollout, iteration)
-                found = score({name: function}, samples.prompts, completions, more)
+                facts = reward_facts(samples.rollout, iteration)
+                found = score({name: function}, samples.prompts, completions, facts)
                 scores[name] = found[:, 0].tolist()
         except BadInput as e:   # it may need more of a prompt than its text, such as an answer
             print(f"note: no column for {name!r}: {e}")

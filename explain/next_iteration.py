@@ -18,7 +18,7 @@ from explain.words import logprob_changes, pieces_of, token_slopes
 from run.checkpoint import load_checkpoint, newest_checkpoint
 from run.run import sample_rows
 from run.settings import load_settings, read_run
-from tracin import Recording, find_helpful, remember, true_error
+from tracin import Recording, find_influence, remember, true_error
 
 
 class Scored(NamedTuple):
@@ -44,13 +44,13 @@ def next_iteration(setup, path, cfg):
     with Recording(grpo.losses, setup, batch, step, True, cfg) as recording:
         for loss, rows in recording.passes():
             recording.backward(loss, rows)
-    found = find_helpful(recording, held_out, seed_for(seed, "select", 0))
+    found = find_influence(recording, held_out, seed_for(seed, "select", 0))
     slopes = token_slopes(setup, cfg, batch, step)
     error = float(true_error(recording, found))
     remember(batch, step.rows, found)
     rows = sample_rows(it, batch, cfg)
     rows = [rows[i] for i in step.rows.tolist()]
-    if found.target.recorded:   # of it every rollout is a part
+    if found.target.has_parts:     # every rollout is a part of it
         for row, own in zip(rows, self_influence(recording, found.scores).tolist()):
             row["self_influence"] = own
     return Scored(setup, recording, found, error, rows, slopes)

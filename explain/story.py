@@ -160,7 +160,7 @@ def sentences_asked(setup, cfg, own):
     if own["account"]:      # completions of lowest reward, by the policy before training
         seed = seed_for(cfg.seed, "account")
         samples = sample_completions(setup, setup.policy, setup.eval_prompts, cfg, seed)
-        batch = grpo.score_batch(setup, samples, cfg)
+        batch = grpo.scored_batch(setup, samples, cfg)
         rollout = replace(batch.rollout, allowed=None)
         asked += [(batch.prompts[i].text, rollout[[i]])
                   for i in batch.rewards.argsort()[:WORST].tolist()]

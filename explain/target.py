@@ -26,7 +26,7 @@ from common.device import full_precision
 from common.script import seed_for
 from common.supervised import Progress
 from explain.account import gradient, kept
-from judge.rewards import score, told
+from judge.rewards import reward_facts, score
 from rollout import completion_logprobs
 from run.sampling import sample_completions
 from tracin import target_number
@@ -82,8 +82,8 @@ class HeldOut(NamedTuple):
             self.setup, self.setup.policy, self.prompts, how, seed_for("evaluation"))
         # a reward that asks is told the iteration of the last evaluation, at all of the weights: of
         # one that changes on the way there is no slope
-        more = told(rollout, cfg.max_iters)
-        return rollout, score(self.functions, prompts, completions, more)
+        facts = reward_facts(rollout, cfg.max_iters)
+        return rollout, score(self.functions, prompts, completions, facts)
 
     def at(self, weights, directions=(), with_slope=True):
         """The target at these weights -> Point."""

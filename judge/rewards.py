@@ -15,7 +15,7 @@ from judge import reward_functions
 
 LARGEST = 1e16      # the square of a reward must fit into float32
 SEARCH_SECONDS = 10     # for the example that makes a function fail
-TOLD = ("completion_ids", "ended", "iteration")     # see told
+FACTS = ("completion_ids", "ended", "iteration")     # see reward_facts
 ONLY_IN_TRL = ("trainer_state", "log_metric", "log_extra")
 
 
@@ -43,19 +43,19 @@ def check_arguments(what, function, prompts, name="completions", given=()):
                            f"the prompt {shown(prompt.text)} has {sorted(map(str, prompt.row))}")
 
 
-def arguments_of(what, function, prompts, texts, name="completions", more=None):
+def arguments_of(what, function, prompts, texts, name="completions", facts=None):
     """Collect the arguments of a user's function -> {name of a parameter: argument}.
 
     As in TRL all go by name: prompts, completions (for an environment: transcripts), columns of the
-    prompts' file, and what `more` holds. **kwargs takes all of these. Each row has a copy of its
+    prompts' file, and what `facts` holds. **kwargs takes all of these. Each row has a copy of its
     own, so that a function that changes one changes no other row, call or log.
     """
-    more = more or {}
-    check_arguments(what, function, prompts, name, more)
+    facts = facts or {}
+    check_arguments(what, function, prompts, name, facts)
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     columns = {column for prompt in prompts for column in prompt.row}
-    known = dict(more)
+    known = dict(facts)
     known |= {column: [prompt.row.get(column) for prompt in prompts] for column in columns}
     known |= {"prompts": [prompt.text for prompt in prompts], name: texts}
     asked = {column: x for column, x in known.items() if takes_all or column in parameters}
@@ -64,10 +64,10 @@ def arguments_of(what, function, prompts, texts, name="completions", more=None):
             for column, x in asked.items()}
 
 
-def call(what, function, prompts, texts, name="completions", more=None):
+def call(what, function, prompts, texts, name="completions", facts=None):
     """Call a user's function. If it raises, BadInput names the first example that makes it raise,
     called alone; the function's own traceback is a note of the BadInput."""
-    arguments = arguments_of(what, function, prompts, texts, name, more)
+    arguments = arguments_of(what, function, prompts, texts, name, facts)
     try:
         with contextlib.chdir("."), own_torch(), panics_as_errors():    # it may leave the folder
             return function(**arguments)
@@ -81,16 +81,16 @@ def call(what, function, prompts, texts, name="completions", more=None):
     until = time.monotonic() + SEARCH_SECONDS
     for i, (prompt, text) in enumerate(zip(prompts, texts)):
         if time.monotonic() < until:
-            call(what, function, [prompt], [text], name, rows_of(more, slice(i, i + 1)))
+            call(what, function, [prompt], [text], name, rows_of(facts, slice(i, i + 1)))
     raise user_error(what, error)       # each alone is fine
 
 
-def rows_of(more, rows):
-    """What `more` holds of some rows."""
-    return more and {name: x[rows] if isinstance(x, list) else x for name, x in more.items()}
+def rows_of(facts, rows):
+    """What `facts` holds of some rows."""
+    return facts and {name: x[rows] if isinstance(x, list) else x for name, x in facts.items()}
 
 
-def told(rollout, iteration):
+def reward_facts(rollout, iteration):
     """What a reward may ask for by name beside columns: the ids of each completion, its end token
     included; whether it ended by itself; the iteration, from 1, and in an evaluation the number of
     those that are done."""
@@ -98,13 +98,13 @@ def told(rollout, iteration):
             "iteration": iteration}
 
 
-def score_by(name, function, prompts, completions, more=None):
+def score_by(name, function, prompts, completions, facts=None):
     """Score the completions with one reward function -> list of N floats."""
     if not completions:     # of several processes one may have none
         return []
     if name == "judge":     # ours: its errors, such as out of memory, are reported elsewhere
         return [math.nan if x is None else x for x in function(completions)]
-    values = call(f"reward {name!r}", function, prompts, completions, more=more)
+    values = call(f"reward {name!r}", function, prompts, completions, facts=facts)
     try:
         if isinstance(values, (dict, bytes, bytearray)):    # a list of it has the keys, the bytes
             raise TypeError
@@ -125,14 +125,14 @@ def score_by(name, function, prompts, completions, more=None):
 
 
 @torch.no_grad()
-def score(reward_funcs, prompts, completions, more=None):
+def score(reward_funcs, prompts, completions, facts=None):
     """Score the completions of N prompts (data.prompts.Prompt) with every function -> (N, K), in
     float64, where 1e8 + 1 is not 1e8.
 
     A function returns one number per completion, higher is better. None abstains and becomes NaN.
-    more: what told() returns of these completions.
+    facts: what reward_facts() returns of these completions.
     """
-    columns = [score_by(name, function, prompts, completions, more)
+    columns = [score_by(name, function, prompts, completions, facts)
                for name, function in reward_funcs.items()]
     return torch.tensor(columns, dtype=torch.float64).T
 
@@ -144,11 +144,11 @@ def try_rewards(cfg, prompts):
     functions = reward_functions(cfg, judges={})
     functions.pop("judge", None)
     for name, function in functions.items():
-        check_arguments(f"reward {name!r}", function, prompts, given=TOLD)
+        check_arguments(f"reward {name!r}", function, prompts, given=FACTS)
         for parameter in set(ONLY_IN_TRL) & set(inspect.signature(function).parameters):
             if not any(parameter in prompt.row for prompt in prompts):
                 print(f"note: reward {name!r} takes {parameter!r}, which TRL has and this project "
-                      f"has not; it keeps its default. There are {', '.join(TOLD)}")
+                      f"has not; it keeps its default. There are {', '.join(FACTS)}")
     if not functions:
         return
     G = cfg.num_generations
@@ -156,6 +156,6 @@ def try_rewards(cfg, prompts):
     counts = [i % 64 for i in range(2 * G)]
     words = [word for prompt in prompts[:8] for word in prompt.text.split()] * 64
     ids = [i for prompt in prompts[:8] for i in prompt.ids] * 64
-    more = {"completion_ids": [ids[:count] for count in counts], "ended": [True] * 2 * G,
+    facts = {"completion_ids": [ids[:count] for count in counts], "ended": [True] * 2 * G,
             "iteration": 0}
-    score(functions, asked, [" ".join(words[:count]) for count in counts], more)
+    score(functions, asked, [" ".join(words[:count]) for count in counts], facts)

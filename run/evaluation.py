@@ -8,7 +8,7 @@ from common.processes import all_gather, shard
 from common.script import seed_for
 from data.tokenizer import end_tokens
 from judge import judge_rewards
-from judge.rewards import rows_of, score, told
+from judge.rewards import reward_facts, rows_of, score
 from judge.scorer import says_nothing
 from rollout import completion_logprobs
 from run.metrics import call_metrics
@@ -98,8 +98,8 @@ def evaluate(setup, policy, cfg, iteration=0):
     if "judge" in functions:    # it has judged them already
         functions["judge"] = lambda completions: judge_rewards(
             logits["judge"], completions, cfg.judge_score)
-    more = rows_of(told(rollout, iteration), mine)
-    rewards = all_gather(score(functions, prompts[mine], completions[mine], more))  # (N, K)
+    facts = rows_of(reward_facts(rollout, iteration), mine)
+    rewards = all_gather(score(functions, prompts[mine], completions[mine], facts))  # (N, K)
 
     # what they are like, by the rewards, the judges, the policy before training, and themselves
     measures = {f"rewards/{name}": float(column.nanmean())

@@ -136,7 +136,7 @@ def std(x):
     return float(x.std())
 
 
-def score_metrics(influence):
+def influence_spread(influence):
     """Metrics of the influence (n,) of all rollouts that an iteration has scored, on the CPU."""
     return {
         "tracin/positive_ratio": float((influence > 0).float().mean()),
@@ -306,7 +306,7 @@ class Meter:
             metrics["val/grad_norm"] = sum(self.head_norms) / max(1, num_steps)
         metrics |= ratio_spread(all_gather(torch.stack(self.ratios).cpu()))
         if self.influences:
-            metrics |= score_metrics(torch.cat(self.influences).cpu())
+            metrics |= influence_spread(torch.cat(self.influences).cpu())
         mean, largest = self.logp_difference()
         metrics["sampling/sampling_logp_difference/mean"] = mean
         metrics["sampling/sampling_logp_difference/max"] = largest

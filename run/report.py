@@ -76,16 +76,16 @@ def print_iteration(m, cfg, tokens, seconds_left):
     kl = m.get("kl_loss", 0.0)
     speed = f"{tokens / seconds:.0f}" if seconds > 0 else "?"      # a clock may stand still
     main = m["policy_loss"] - kl + m.get("entropy_loss", 0.0)
-    more = ""
+    extra = ""
     if cfg.answers:
-        more += f"{100 * m['forced']:.1f} % environment, "
+        extra += f"{100 * m['forced']:.1f} % environment, "
     if "tools/call_frequency" in m:
-        more += f"{m['tools/call_frequency']:.2f} calls, "
+        extra += f"{m['tools/call_frequency']:.2f} calls, "
     critic = f"critic {m['critic_loss']:.4f}, " if "critic_loss" in m else ""
     print(f"iter {m['iteration']}/{cfg.max_iters}: loss {m['loss']:.4f} "
           f"(main {main:.4f}, {critic}beta*kl {kl:.4f}), "
           f"reward {m['reward']:.4f}, "
-          f"grad_norm {m['grad_norm']:.3f}, {more}{speed} tok/s, "
+          f"grad_norm {m['grad_norm']:.3f}, {extra}{speed} tok/s, "
           f"time {seconds:.2f}s, eta {left // 60}m{left % 60:02d}s", flush=True)
 
 

@@ -91,7 +91,7 @@ picture("2_rollout", "token of the completion", "rollout")
 # of each prompt add up to 0.
 
 # %%
-scores = grpo.score_rows(setup.reward_funcs, asked, texts, cfg)                  # (N, K)
+scores = grpo.all_scores(setup.reward_funcs, asked, texts, cfg)                  # (N, K)
 rewards = grpo.total_reward(scores, cfg.reward_weights, G)                      # (N,)
 advantages = grpo.group_advantages(rewards, G, cfg.scale_rewards)               # (N,)
 print("standard deviations:", [f"{x:.3f}" for x in rewards.view(-1, G).std(1)])

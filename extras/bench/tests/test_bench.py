@@ -83,10 +83,10 @@ def test_phases_add_up_to_an_iteration_of_a_run(monkeypatch):
         return call
 
     setup.generate = takes(1, setup.generate)
-    monkeypatch.setattr(grpo, "score_rows", takes(10, grpo.score_rows))
+    monkeypatch.setattr(grpo, "all_scores", takes(10, grpo.all_scores))
     monkeypatch.setattr(grpo, "reference_logprobs", takes(100, grpo.reference_logprobs))
     monkeypatch.setattr(grpo, "loss_of", takes(1000, grpo.loss_of))
-    monkeypatch.setattr(tracin, "find_helpful", takes(1e4, tracin.find_helpful))
+    monkeypatch.setattr(tracin, "find_influence", takes(1e4, tracin.find_influence))
     monkeypatch.setattr(setup.optimizer, "step", takes(1e5, setup.optimizer.step))
     monkeypatch.setattr(phases, "now", lambda device: time_now[0])
     seconds, rollout = phases.timed_iteration(setup, cfg, 0)
