@@ -37,7 +37,7 @@ def check(cfg):
     for name, value in cfg.public().items():
         if wanted := what_it_must_be(name, value, hints[name]):
             raise BadInput(f"{name} = {shown(value)}: must be {wanted}")
-    check_models(cfg)
+    check_judges(cfg)
     check_chat(cfg)
     check_rows(cfg)
     check_loss(cfg)
@@ -46,20 +46,8 @@ def check(cfg):
     check_rewards(cfg)
     check_scale(cfg)
     check_environment(cfg)
-    if cfg.compile:
-        need("compiled", "compile = True")
-    if cfg.debug_step:
-        need("step", "debug_step = True")
-    check_policy(cfg)
+    check_extras(needed_extras(cfg))
     return cfg
-
-
-def check_policy(cfg):
-    """Refuse a policy with parts from folders of extras/ that somebody has deleted."""
-    if cfg.lora_rank:
-        need("lora", f"lora_rank = {cfg.lora_rank}")
-    if cfg.critic:
-        need("critic", "critic = True")
 
 
 def at_home(name, path):
@@ -116,29 +104,62 @@ def what_it_must_be(name, value, hint):
     return ""
 
 
-def need(folder, asked_by):
-    """Refuse a setting that needs a folder of extras/ that somebody has deleted."""
-    if not os.path.isdir(os.path.join(ROOT, "extras", folder)):
-        raise BadInput(f"{asked_by} needs extras/{folder}, which is not here")
-
-
 def is_run(path):
     """Tell whether a path is the folder of a run."""
     content = read_json(f"{path}/config.json", missing={}) if os.path.isdir(path) else {}
     return isinstance(content, dict) and "settings" in content
 
 
-def check_models(cfg):
+# ------------------------------------------------------------------------------------------------
+# what needs a folder of extras/: the core imports one only where such a setting asks for it
+
+
+def is_published(name):
+    """Whether a policy or a judge is a published model: no file, no run, and not made here."""
+    return not (name in (None, "train") or name.endswith(".pt") or is_run(name))
+
+
+def policy_extras(cfg):
+    """(folder of extras/, the setting that asks for it) of the parts of a policy."""
+    if cfg.lora_rank:
+        yield "lora", f"lora_rank = {cfg.lora_rank}"
+    if cfg.critic:
+        yield "critic", "critic = True"
+
+
+def needed_extras(cfg):
+    """The same of all that these settings ask for."""
+    yield from policy_extras(cfg)
+    for setting in ("policy", "judge", "eval_judge"):
+        name = getattr(cfg, setting)
+        if is_published(name):
+            yield "hub", f"{setting} = {shown(name)}: is no .pt file and"
+    if cfg.answers:
+        yield "environment", "tools" if cfg.tools else "a function environment"
+    if cfg.compile:
+        yield "compiled", "compile = True"
+    if cfg.debug_step:
+        yield "step", "debug_step = True"
+
+
+def check_extras(needed):
+    """Refuse a setting whose folder somebody has deleted."""
+    for folder, asked_by in needed:
+        if not os.path.isdir(os.path.join(ROOT, "extras", folder)):
+            raise BadInput(f"{asked_by} needs extras/{folder}, which is not here")
+
+
+# ------------------------------------------------------------------------------------------------
+# settings that must fit together
+
+
+def check_judges(cfg):
     for setting in ("policy", "judge", "eval_judge"):
         name = getattr(cfg, setting)
         if name and name.startswith("train:"):
             raise BadInput(f"{setting} = {shown(name)}: 'train' has no labels to choose from; a "
                            "label belongs to a published judge, OWNER/NAME:LABEL")
-        if name in (None, "train") or name.endswith(".pt"):
-            continue
-        if not is_run(name):
-            need("hub", f"{setting} = {shown(name)}: is no .pt file and")
-        elif setting != "policy":
+        if setting != "policy" and name and is_run(name):
             raise BadInput(f"{setting} = {shown(name)}: is the folder of a run, which has a policy "
                            "and no judge; name a .pt file of pretrain.py or a published classifier")
 
@@ -280,5 +301,3 @@ def check_environment(cfg):
                        "function environment, or tools, in the config file")
     if cfg.tools and "environment" in cfg.functions:
         raise BadInput("tools and a function environment: both would answer; leave one out")
-    if cfg.answers:
-        need("environment", "tools" if cfg.tools else "a function environment")

@@ -9,7 +9,7 @@ from common.script import BadInput, seed_for
 from data.tokenizer import load_tokenizer
 from data.weights import load_gpt, merged_weights, rebuilt
 from model import GPTConfig, Policy
-from run.check import check_policy, is_run
+from run.check import check_extras, is_run, policy_extras
 from run.checkpoint import newest_checkpoint, read_checkpoint
 from run.settings import HINTS, Settings, assign
 
@@ -97,7 +97,7 @@ def settings_of(path, content=None):
         for name, value in content["settings"].items():
             if name in HINTS:       # other versions may have others
                 assign(cfg, name, value, path)
-        check_policy(cfg)
+        check_extras(policy_extras(cfg))
     return cfg
 
 

@@ -37,7 +37,7 @@ from common.script import BadInput, optional, own_flags, run_script, seed_for
 from extras.bench.card import about, print_card, try_parts
 from extras.bench.phases import now, print_phases
 from extras.bench.shapes import compare_tape
-from run.check import need
+from run.check import check_extras
 from run.policy import new_policy
 from run.settings import load_settings
 
@@ -154,7 +154,7 @@ def short(prompts, completions, **columns):
 def beside_trl(argv, repeat):
     with optional("trl transformers"):
         import trl
-    need("hub", "bench trl")
+    check_extras([("hub", "bench trl")])
     from extras.hub.export import export
     cfg = load_settings([*argv, "--beta=0"])
     cfg = replace(cfg, functions=cfg.functions | {"short": short}, reward_funcs=("short",),
