@@ -17,11 +17,15 @@ def pick_device(name, threads=0):
     CPU; 0: torch's choice."""
     if threads:
         torch.set_num_threads(threads)
+
+    # one GPU for each process of a machine
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":      # torch.cuda.set_device refuses a GPU without a number
         number = os.environ["LOCAL_RANK"] if rank_and_size()[1] > 1 else 0
         name = f"cuda:{number}"
+
+    # is it there?
     try:
         torch.zeros(1, device=name).item()      # "meta" holds no numbers
     except (RuntimeError, AssertionError) as e:
@@ -178,6 +182,7 @@ def check_fits(cfg, device):
     """Raises BadInput where the weights, the rollout, and the keys and values of the rows that are
     decoded at once are alone too much, such as by a typo in a setting: that would end in "Killed".
     """
+    # the least that is needed: keys and values, weights and moments, the rollout
     total = cfg.num_prompts * cfg.num_generations
     rows = min(cfg.decode_batch_size or total, total // rank_and_size()[1])
     share = 1 if cfg.policy == "train" else 8   # queries that may share a key

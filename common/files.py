@@ -86,6 +86,8 @@ def opened_text(path):
     text."""
     if not os.path.isfile(path):    # a pipe is waited for, a device may have no end
         raise BadInput(f"{path}: no such file")
+
+    # text, a line at a time; errors say which one
     opener = gzip.open if str(path).endswith(".gz") else open
     try:
         with opener(path, "rt", encoding="utf-8-sig", newline="") as f:
@@ -122,6 +124,7 @@ def write_json(path, content):
 def csv_rows(lines, path):
     """Rows of a .csv file with a header, as dicts. A quote that never closes would swallow the rows
     behind it, so it is refused."""
+    # a quote that does not close swallows the rows behind it: strict refuses it
     csv.field_size_limit(2 ** 30)
     reader = csv.DictReader(lines, strict=True)
     number = 0      # of the last whole row
@@ -150,6 +153,8 @@ def each_row(path):
     ending = ending_of(path)
     if ending not in (".txt", ".csv", ".jsonl"):
         raise BadInput(f"{path}: must end in .txt, .csv or .jsonl, or one of these and .gz")
+
+    # line by line
     with opened_text(path) as lines:
         if ending == ".txt":
             for line in lines:
@@ -176,11 +181,15 @@ def read_log(path):
         raise BadInput(f"{path}: no such file")
     with open(path, "rb") as f:
         *lines, last = f.read().split(b"\n")
+
+    # a half last line is still being written, or never will be
     try:
         json.loads(last)
         lines.append(last)      # it is whole
     except ValueError:
         pass
+
+    # all others are whole
     rows = []
     for number, line in enumerate(filter(bytes.strip, lines), 1):
         try:
@@ -266,8 +275,11 @@ MOMENTS = {torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
 def load_optimizer(optimizer, state):
     """optimizer <- the moments in state. ValueError where one is missing, or has another shape than
     its weights: AdamW would not notice, and read and write other memory."""
-    groups = optimizer.state_dict()["param_groups"]     # the settings', not the file's
+    # rates and decays are the settings', not the file's
+    groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict(state | {"param_groups": groups})
+
+    # are the moments there, and of these weights?
     wanted = MOMENTS.get(type(optimizer))
     if wanted is None:      # a user's, of which nothing is known
         return

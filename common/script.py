@@ -87,9 +87,12 @@ def in_one_line(name, function):
 def asked_for(name, function, offered):
     """Those of offered {parameter: value} that a function of the config file asks for by name; all
     of them for **kwargs."""
+    # **kwargs takes all there is
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(offered)
+
+    # all others by name, so that a misspelled one is refused
     unknown = [p.name for p in parameters if p.name not in offered and p.default is p.empty]
     if unknown or any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters):
         raise BadInput(f"{name}{inspect.signature(function)}: may ask for {', '.join(offered)}, by "
@@ -112,12 +115,16 @@ def exit_codes():
     Under torchrun the last line names the process and its machine."""
     rank, size = rank_and_size()
     who = f"rank {rank} of {size} on {socket.gethostname()}: " if size > 1 else ""
+
+    # output that is closed, or cannot write every character, ends no run
     if sys.stdout is None:      # closed, as by `>&-`
         sys.stdout = open(os.devnull, "w")
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")
     if isinstance(sys.stdout, io.TextIOWrapper):    # it may not know every character
         sys.stdout.reconfigure(errors="backslashreplace")
+
+    # each kind of end has its exit code and its one line
     try:
         with panics_as_errors():
             yield
@@ -222,6 +229,7 @@ def interrupts():
                 os.write(2, b"interrupted: finishing this iteration and saving; press Ctrl-C "
                             b"again to quit now\n")
 
+    # in place of what a signal does otherwise, until the block ends
     previous = {s: signal.signal(s, handler) for s in heard_signals()}
     try:
         yield lambda: bool(seen)

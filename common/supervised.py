@@ -46,6 +46,8 @@ def load_partial(partial, model, optimizers, label, steps):
     """Load what `fit` saved, if anything -> the step to start from."""
     if not os.path.exists(partial):
         return 0
+
+    # weights, moments and step, each of this very training
     content = load_file(partial, "partial")
     with undamaged(partial):
         load_weights(partial, model, content["model"])
@@ -88,12 +90,14 @@ def fit(model, optimizers, loss_at, steps, partial, label):
     continues from it. loss_at must depend on the weights and the step alone, so that an
     interruption changes no result. Prints loss and remaining time under the name `label`.
     """
+    # from the start, or where it was interrupted
     rates = [[group["lr"] for group in o.param_groups] for o in optimizers]
     start = load_partial(partial, model, optimizers, label, steps)
     progress = Progress(label, "step", steps, start)
     saved = time.monotonic()
     mean = None     # of the loss, over about the last 50 steps
     for step in range(start, steps):
+        # a step
         for optimizer, base in zip(optimizers, rates):
             for group, rate in zip(optimizer.param_groups, base):
                 group["lr"] = rate * trapezoid(step, steps)
@@ -103,9 +107,12 @@ def fit(model, optimizers, loss_at, steps, partial, label):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
+        # how is it going?
         mean = loss.detach() if mean is None else mean.lerp(loss.detach(), 0.02)
         if progress.is_due() or step + 1 == steps:
             progress.show(step + 1, f"loss {float(mean):.3f}, ")
+
+        # an interruption costs SAVE_SECONDS at most
         if time.monotonic() - saved > SAVE_SECONDS:
             save_file(partial, "partial", model=model.state_dict(), step=step + 1,
                       optimizers=[o.state_dict() for o in optimizers])

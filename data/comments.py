@@ -38,6 +38,8 @@ def field_of(row, name):
     """A field of a row, None without. "a.b" is the column of that name, or else b inside a."""
     if not isinstance(row, dict):
         return None
+
+    # a column of this very name comes first
     if row.get(name) is not None:
         return row[name]
     parts = name.split(".")
@@ -83,6 +85,8 @@ def load_comments(path=None, text_field="text", label_field="is_offensive"):
         path = default_comments()
         text_field = "text"
         label_field = "is_offensive"
+
+    # text and label of every row
     comments = []
     for number, row in enumerate(each_row(path), 1):
         where = f"{path}: row {number}"
@@ -117,6 +121,7 @@ def split_comments(comments):
 def get_splits(cfg):
     """Load and split the comments that the settings name. The splits are empty if nothing needs
     them."""
+    # who needs comments?
     trains_judge = "train" in (cfg.judge, cfg.eval_judge)
     trains_policy = cfg.policy == "train" and "texts" not in cfg.functions
     has_prompts = cfg.prompts or "questions" in cfg.functions

@@ -111,6 +111,7 @@ def prompts_from(path, comments, cfg, tokenizer, limit):
     """Return the prompts of at most `limit` tokens of a file's rows; else of those that
     questions(n, seed) of the config file makes up, about n dicts with the prompt's "text" and what
     rewards ask for; else of comments."""
+    # rows of a file, of a function, or of comments
     source = path
     field = "text"
     if path:
@@ -127,6 +128,8 @@ def prompts_from(path, comments, cfg, tokenizer, limit):
             check_row(row, f"questions: row {number}")
     else:
         rows = starts_of(comments, cfg)
+
+    # a Prompt of each, if it leaves room for a completion
     prompts = [read_prompt(tokenizer, row, field, f"{source}: row {number}")
                for number, row in enumerate(rows, 1)]
     note_marks(tokenizer, prompts, field, source or "comments")
@@ -159,6 +162,8 @@ def load_prompts(cfg, tokenizer, splits):
                        f"{len(train)} prompts for training and {len(held_out)} for evaluation, of "
                        f"1 to {limit} tokens (block_size - max_completion_length); give more, or a "
                        "file for each")
+
+    # as many as are asked for; what is left of the held-out ones is for a target
     train = train[:cfg.max_prompts or None]
     n = cfg.num_eval_prompts
     if len(held_out) < n:
@@ -171,6 +176,7 @@ def load_prompts(cfg, tokenizer, splits):
 
 def draw_prompts(prompts, it, num_prompts, seed):
     """Return the prompts of iteration it: all come once in random order, then again in another."""
+    # epoch after epoch, each in an order of its own
     n = len(prompts)
     epoch, first = divmod(it * num_prompts, n)
     order = []      # of this epoch and those that the iteration runs into
@@ -204,6 +210,7 @@ def choose_prompts(prompts, seen, it, cfg):
         iteration   from 1
         random      a random.Random of this iteration, so that a repeated run draws the same
     """
+    # it is called with what it asks for
     offered = dict(
         prompts=[prompt.text for prompt in prompts], rows=None,
         rewards=[[list(group) for group in seen.get(i, [])] for i in range(len(prompts))],
@@ -214,6 +221,8 @@ def choose_prompts(prompts, seen, it, cfg):
     if "rows" in given:     # copies, which take a while for many prompts
         given["rows"] = [copy.deepcopy(prompt.row) for prompt in prompts]
     chosen = choose(**given)
+
+    # indices of prompts that there are
     try:
         indices = [operator.index(i) for i in chosen]
     except TypeError as e:

@@ -37,11 +37,15 @@ def load_tokenizer(vocab_size=GPT2_SIZE):
         raise BadInput(f"vocab_size = {vocab_size}: must be from 257 (the bytes and the end token) "
                        f"to {GPT2_SIZE}, or that padded to a multiple of 64 up to "
                        f"{LARGEST_PADDED}")
+
+    # GPT-2's ranks up to the end token, byte by byte
     end = min(vocab_size, GPT2_SIZE) - 1
     table = file_of_package("encoder.json", *GPT2_PACKAGE)
     byte_of = byte_alphabet()
     ranks = {bytes(byte_of[c] for c in token): rank
              for token, rank in read_json(table).items() if rank < end}
+
+    # ids that no text becomes
     padding = {f"<|padding_{i}|>": i for i in range(GPT2_SIZE, vocab_size)}
     return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
                              special_tokens={"<|endoftext|>": end} | padding,

@@ -34,6 +34,8 @@ def rebuilt(path, shape, weights, make):
             make(config).load_state_dict(dict(weights), assign=True)
     except (RuntimeError, TypeError) as e:
         raise BadInput(f"{path}: damaged, or a model of another class ({shown(e, 200)})") from e
+
+    # then the real one, tried on two tokens
     model = make(config)
     load_weights(path, model, weights)
     getattr(model, "trunk", model)(torch.zeros(1, 2, dtype=torch.long))
@@ -60,18 +62,24 @@ def of_nanogpt(content, path):
     """nanoGPT's checkpoint -> (shape, weights) as save_gpt writes them. Its GELU is exact, its head
     shares the embedding's matrix; torch.compile and DistributedDataParallel put words before its
     names, and its older versions kept the causal mask."""
+    # torch.compile and DistributedDataParallel put words before its names, and its older
+    # versions kept the causal mask
     weights = {}
     for name, x in content["model"].items():
         name = re.sub(r"^(module\.|_orig_mod\.|transformer\.)+", "", name)
         if not name.endswith((".attn.bias", ".attn.masked_bias")):
             weights[name] = x
     weights.setdefault("lm_head.weight", weights["wte.weight"])
+
+    # its GELU is exact, its head shares the embedding's matrix
     args = content["model_args"]
     shape = {name: args[name] for name in ("block_size", "n_layer", "n_head", "n_embd")}
     shape["vocab_size"] = len(weights["wte.weight"])
     shape["bias"] = "ln_f.bias" in weights
     shape["exact_gelu"] = True
     shape["tied"] = torch.equal(weights["lm_head.weight"], weights["wte.weight"])
+
+    # ids of another tokenizer would be nonsense here
     if shape["vocab_size"] < 257:
         raise BadInput(f"{path}: its {shape['vocab_size']} tokens are characters (nanoGPT's "
                        "meta.pkl): only a model of GPT-2's tokens can be read, such as one of "

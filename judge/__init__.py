@@ -27,6 +27,7 @@ def load_judge(name, device="cpu"):
         batch_size = 32
 
     def judge(completions):
+        # a judge has an opinion of every text; of some it is worth nothing
         logits = logits_of(model, encode(completions), device, batch_size)
         for i, text in enumerate(completions):
             if says_nothing(text):

@@ -28,6 +28,8 @@ def check_arguments(what, function, prompts, name="completions", given=()):
     if name not in signature.parameters and not takes_all:
         raise BadInput(f"{what} takes {signature}: must take (prompts, {name}), by these names; "
                        "columns of the prompts' file may follow")
+
+    # every column that it must have is in every prompt's row
     needed = {p.name for p in parameters
               if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     asked = sorted(needed - {"prompts", name, *given})
@@ -52,14 +54,17 @@ def arguments_of(what, function, prompts, texts, name="completions", facts=None)
     """
     facts = facts or {}
     check_arguments(what, function, prompts, name, facts)
+
+    # all that there is: facts, columns, prompts and completions
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     columns = {column for prompt in prompts for column in prompt.row}
     known = dict(facts)
     known |= {column: [prompt.row.get(column) for prompt in prompts] for column in columns}
     known |= {"prompts": [prompt.text for prompt in prompts], name: texts}
+
+    # what it asks for, in copies. Value by value: one deepcopy of a list keeps what rows share
     asked = {column: x for column, x in known.items() if takes_all or column in parameters}
-    # value by value: one deepcopy of a list keeps what its rows share
     return {column: [copy.deepcopy(value) for value in x] if isinstance(x, list) else x
             for column, x in asked.items()}
 
@@ -75,6 +80,8 @@ def call(what, function, prompts, texts, name="completions", facts=None):
         raise
     except (Exception, SystemExit) as e:
         error = e
+
+    # which of the examples makes it fail?
     if len(texts) == 1:
         example = f", for the prompt {shown(prompts[0].text)} and completion {shown(texts[0])}"
         raise user_error(what, error, example)
@@ -105,6 +112,8 @@ def score_by(name, function, prompts, completions, facts=None):
     if name == "judge":     # ours: its errors, such as out of memory, are reported elsewhere
         return [math.nan if x is None else x for x in function(completions)]
     values = call(f"reward {name!r}", function, prompts, completions, facts=facts)
+
+    # None abstains; all else is a number
     try:
         if isinstance(values, (dict, bytes, bytearray)):    # a list of it has the keys, the bytes
             raise TypeError
@@ -113,6 +122,8 @@ def score_by(name, function, prompts, completions, facts=None):
     except (TypeError, ValueError, RuntimeError, OverflowError) as e:
         raise BadInput(f"reward {name!r} returned {shown(values)}: must be one number per "
                        "completion") from e
+
+    # one for each completion, finite, and with a square that is finite too
     if len(numbers) != len(completions):
         raise BadInput(f"reward {name!r} returned {len(numbers)} numbers for {len(completions)} "
                        "completions")
@@ -141,6 +152,7 @@ def try_rewards(cfg, prompts):
     """Try the config file's rewards before anything is trained: every prompt must have the columns
     that they ask for. They score two whole groups, since a reward may compare the completions of a
     prompt: none, one, two ... words of prompts in place of completions."""
+    # does every prompt have what they ask for?
     functions = reward_functions(cfg, judges={})
     functions.pop("judge", None)
     for name, function in functions.items():
@@ -149,6 +161,8 @@ def try_rewards(cfg, prompts):
             if not any(parameter in prompt.row for prompt in prompts):
                 print(f"note: reward {name!r} takes {parameter!r}, which TRL has and this project "
                       f"has not; it keeps its default. There are {', '.join(FACTS)}")
+
+    # and do they answer? Completions are not there yet: take words of prompts
     if not functions:
         return
     G = cfg.num_generations

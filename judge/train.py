@@ -92,6 +92,7 @@ def train_judge(path, name, comments, held_out, num_tokens, device):
             scores = model(idx.to(device), attention_mask.to(device))
         return F.binary_cross_entropy_with_logits(scores.float(), labels[batch])
 
+    # train it, and measure it on comments that neither judge has seen
     fit(model, [optimizer], loss_at, steps, f"{path}.partial", name)
     rows = encode(tokenizer, [text for text, _ in held_out], SHAPE["block_size"])
     scores = logits_of(model.eval(), rows, device)
@@ -104,6 +105,7 @@ def train_judge(path, name, comments, held_out, num_tokens, device):
 def even_lengths(comments, seed):
     """Cut half of the clean comments to the length of some toxic comment. Toxic comments are short;
     otherwise the judge would learn that short means toxic, and the policy never to end."""
+    # a clean comment takes the length of some toxic one, and begins anywhere
     rng = random.Random(seed)
     toxic_lengths = [len(text.split()) for text, label in comments if label > 0.5]
     out = []
@@ -124,6 +126,8 @@ def length_batches(rows, size, seed):
     order = list(range(len(rows)))
     rng.shuffle(order)
     batches = []
+
+    # sorted within a pool, not over all: an order by length would teach lengths first
     for start in range(0, len(order), 64 * size):
         pool = sorted(order[start:start + 64 * size], key=lambda i: len(rows[i]))
         batches += [pool[i:i + size] for i in range(0, len(pool), size)]

@@ -32,11 +32,17 @@ def check(cfg):
     """Raise BadInput for the first setting that cannot work. Fill in None, and the home folder for
     a ~ at the beginning of a path. Return cfg."""
     hints = typing.get_type_hints(type(cfg))
+
+    # fill in what a shell leaves, and where bundled files lie now
     for name in PATHS:
         setattr(cfg, name, moved(at_home(name, getattr(cfg, name))))
+
+    # each setting by itself
     for name, value in cfg.public().items():
         if wanted := what_it_must_be(name, value, hints[name]):
             raise BadInput(f"{name} = {shown(value)}: must be {wanted}")
+
+    # those that must fit together
     check_judges(cfg)
     check_chat(cfg)
     check_rows(cfg)
@@ -46,6 +52,8 @@ def check(cfg):
     check_rewards(cfg)
     check_scale(cfg)
     check_environment(cfg)
+
+    # and what they need must be here
     check_extras(needed_extras(cfg))
     return cfg
 
@@ -86,9 +94,13 @@ def what_it_must_be(name, value, hint):
     choices = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Literal and value not in choices:
         return f"one of {', '.join(choices)}"
+
+    # text must be something that files and shells can hold
     texts = value if type(value) is tuple else (value,)
     if not all(is_text(name, text) for text in texts if type(text) is str):
         return "text that is not empty and has no NUL and no half character"
+
+    # numbers: also finite, and no larger than what torch and JSON can hold
     if type(value) not in (int, float):
         return ""
     if not abs(value) < 2 ** 63:    # or NaN
@@ -268,10 +280,13 @@ def check_influence(cfg):
 
 
 def check_rewards(cfg):
+    # the reward: the function of that name, or the judge
     if cfg.reward_funcs is None:
         cfg.reward_funcs = ("reward",) if "reward" in cfg.functions else ("judge",)
     if not cfg.reward_funcs:
         raise BadInput("reward_funcs = (): must name a function, or 'judge'")
+
+    # every name is that of a function, or of a judge that there is
     for name in (*cfg.reward_funcs, cfg.tracin_val_reward or cfg.reward_funcs[0]):
         if name != "judge" and name not in list(cfg.functions):     # it may be unhashable
             raise BadInput(f"reward_funcs, tracin_val_reward: {shown(name)} is neither 'judge' nor "
@@ -280,6 +295,8 @@ def check_rewards(cfg):
             raise BadInput("judge = None leaves no reward: set judge = 'train' or a file, define "
                            "a function reward, or name yours in reward_funcs; the config file "
                            f"defines {sorted(cfg.functions) or 'none'}")
+
+    # with a weight each
     if cfg.reward_weights is None:
         cfg.reward_weights = (1.0,) * len(cfg.reward_funcs)
     for weight in cfg.reward_weights:

@@ -54,12 +54,16 @@ def write_run_config(folder, cfg, device, is_printed=False):
     in a command."""
     if rank_and_size()[0] > 0:
         return
+
+    # the revision that wrote it, since settings mean what the code makes of them
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
     git = subprocess.getoutput(f"git -C {here} rev-parse HEAD")     # or that there is none
     write_json(f"{folder}/config.json", dict(
         settings=cfg.public(), functions=sorted(cfg.functions), source=cfg.source,
         device=str(device), torch=torch.__version__, python=platform.python_version(),
         threads=torch.get_num_threads(), git=git, is_printed=is_printed))
+
+    # and the text of the config file, which the command for a later look names
     if cfg.source is not None:
         config = f"{folder}/config.py"
         with replacing(config) as tmp, open(tmp, "w", encoding="utf-8") as f:
@@ -94,6 +98,7 @@ def pool_of(setup):
 def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     """Writes a checkpoint: all that the next iteration depends on, and how long the logs are.
     Removes older ones. Raises SystemExit, and writes nothing, if a weight is not finite."""
+    # weights that are not finite would replace those that still are
     weights = setup.policy.state_dict()
     states = setup.optimizer.state.values()
     moments = [x for state in states for x in state.values() if torch.is_tensor(x)]
@@ -103,10 +108,14 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
             "stopped: a weight or a moment of the optimizer is not finite after iteration "
             f"{iteration}, which is not saved. Lower learning_rate or raise beta, and continue "
             "from the last checkpoint with --resume=True")
+
+    # the logs first: a checkpoint says how long they are
     if rank_and_size()[0] > 0:
         return
     for name in LOGS:
         flush(f"{folder}/{name}")
+
+    # all that the next iteration depends on
     save_file(
         f"{folder}/ckpt_{iteration:06}.pt", "run", iteration=iteration, num_tokens=num_tokens,
         base_hash=base_hash, shape=asdict(setup.policy.config), policy=weights,
@@ -115,6 +124,8 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
         influence=setup.target_average.state(), seen=setup.seen, pool=pool_of(setup),
         settings=cfg.public(), random=random_state(),
         **{name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
+
+    # two at least: the newest may turn out to be damaged
     if cfg.keep_checkpoints:
         for path in checkpoints(folder)[:-max(2, cfg.keep_checkpoints)]:
             os.remove(path)
@@ -137,6 +148,8 @@ def newest_checkpoint(folder, before=False):
 def read_checkpoint(path):
     """The content of a checkpoint."""
     content = load_file(path, "run")
+
+    # what others rely on has the right type
     with undamaged(path):
         for name in COUNTS:
             if type(content[name]) is not int or content[name] < 0:
@@ -175,21 +188,29 @@ def load_checkpoint(path, setup, cfg):
     """Loads a checkpoint into policy, optimizer, reference, influence and the global generators
     -> its content."""
     content = read_checkpoint(path)
+
+    # is it of this run at all?
     with undamaged(path):
         if content["base_hash"] != hash_of(setup.base):
             raise BadInput(
                 f"{path}: this run began from another policy than the settings name now (a "
                 "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
+
+        # weights and moments. A reference that does not follow is the base, as it was made
         load_weights(path, setup.policy, content["policy"])
         load_state(setup.optimizer, content["optimizer"])
         if cfg.ref_model_sync_steps and content["settings"].get("ref_model_sync_steps"):
             load_weights(path, setup.reference, content["reference"] or {})  # else it is the base
+
+        # the target's average, if the target is still of the same kind
         state = content["influence"]
         if cfg.tracin == content["settings"]["tracin"] != "off" and state["average"]:
             shapes = [x.shape for x in state["average"]]
             if state["age"] < 1 or shapes != [p.shape for p in setup.trained]:
                 raise ValueError("the target's average is of other weights")
             setup.target_average.load_state(state, setup.trained)
+
+        # what choose has been told, if it is about these prompts
         if content["seen"] and content["pool"] != pool_of(setup):
             print("note: the prompts are others than before: choose is told nothing of those")
         else:
@@ -204,14 +225,20 @@ def resume(folder, setup, cfg):
     done, tokens seen)"""
     path = newest_checkpoint(folder)
     content = load_checkpoint(path, setup, cfg)
+
+    # rows that were logged after the checkpoint are cut off, and will be written again
     sizes = {f"{folder}/{name}": content[name] for name in LOGS}
     for log, size in sizes.items():
         if not os.path.exists(log) or os.path.getsize(log) < size:
             raise BadInput(f"{log}: shorter than when {path} was written, so the run cannot "
                            "continue: put the file back, or choose another --out_dir")
+
+    # say what is not as it was
     for name, (old, new) in changed_settings(content["settings"], cfg).items():
         if name != "max_iters":
             print(f"resumed with another {name}: {old!r} -> {new!r}")
+
+    # only now, when nothing is refused any more, touch the files
     if rank_and_size()[0] == 0:
         for log, size in sizes.items():
             os.truncate(log, size)

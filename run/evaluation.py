@@ -40,8 +40,9 @@ def perplexity_under(base, rollout, cfg):
     """Perplexity of the completions under the policy before training, in float32, and the KL per
     token (k3) of the policy that wrote them to it, both at the temperature they were sampled at.
     base: None where that policy wrote them itself, so that its log-probs are known."""
+    # this process's share, in batches of similar length
     mine = rollout[shard(len(rollout.ended), cfg.num_eval_generations)]
-    order = mine.completion_mask.sum(1).argsort(stable=True)    # which saves padding
+    order = mine.completion_mask.sum(1).argsort(stable=True)
     logp = []
     kl = []
     for rows in order.split(AT_ONCE) if len(order) else ():
@@ -52,6 +53,8 @@ def perplexity_under(base, rollout, cfg):
         d = base_logp - part.logp
         logp.append(float(base_logp.sum()))
         kl.append(float((d.expm1() - d)[part.sampled_mask].sum()))
+
+    # means over the tokens of all processes
     tokens = int(rollout.sampled_mask.sum())
     nats = torch.tensor(-sum(all_gather(logp)) / tokens, dtype=torch.float64)
     # infinite near temperature 0, where math.exp raises; the log then has null

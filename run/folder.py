@@ -27,15 +27,23 @@ def why_not_continued(folder, cfg):
     """Why what a folder holds is not continued; "" if it is."""
     if not os.path.exists(f"{folder}/config.json"):
         return "holds other files"
+
+    # is it the same run, and how far has it come?
     before = read_run(folder)
     changed = changed_settings(before["settings"], cfg)
     fixed = {name: changed[name] for name in FIXED if name in changed}
     done = [iterations_of(path) for path in checkpoints(folder)]
+
+    # rows without a checkpoint: it cannot be continued, and its logs would be overwritten
     metrics = f"{folder}/metrics.jsonl"
     if not done and os.path.exists(metrics) and os.path.getsize(metrics) > 0:
         return "holds a run without a checkpoint"
+
+    # --resume=True: other settings are meant, but other weights would not fit
     if done and cfg.resume:
         return f"holds a run of another policy ({in_words(fixed)})" if fixed else ""
+
+    # else it must be the same command, of a run that has something left to do
     about = in_words(changed)
     if not about and before["source"] != cfg.source:
         about = "its config file had another text"
@@ -69,11 +77,14 @@ def is_free(folder):
 def check_folder(folder, cfg):
     """BadInput for a folder with anything but a run that is continued with these settings, or with
     links where a run would write."""
+    # a link may lead to another run's log
     names = [name for name in (LOCK, *LOGS) if not is_plain(f"{folder}/{name}")]
     if names:
         first = f"{folder}/{names[0]}"
         raise BadInput(f"{first}: is a link or no plain file, and a run would write there. In that "
                        f"folder, for each F of {', '.join(names)}: {how_plain(first)}")
+
+    # whose is what the folder holds?
     if is_free(folder):
         return
     try:
@@ -89,9 +100,11 @@ def claimed_folder(cfg):
     """Within this block out_dir is this process's -> (folder, whether a run in it is continued).
     BadInput where it holds something else. With --resume the run in it may have any settings."""
     folder = cfg.out_dir.rstrip("/") or "/"
+
+    # look before anything is made there, then lock it
     try:
         os.makedirs(cfg.cache_dir, exist_ok=True)
-        check_folder(folder, cfg)       # before even a lock is made there
+        check_folder(folder, cfg)
         os.makedirs(folder, exist_ok=True)
         lock = FileLock(f"{folder}/{LOCK}", timeout=0).acquire()
     except Timeout:
@@ -102,11 +115,15 @@ def claimed_folder(cfg):
                        f"written ({e})") from e
     with lock:      # until the block ends, or the process
         check_folder(folder, cfg)       # which another run may have used meanwhile
+
+        # can a power failure lose what is saved here?
         if not flush(folder):
             print(f"note: {folder}: this disk cannot be waited for (fsync of a folder), so a power "
                   "failure may lose what was saved last")
         for path in glob.glob(f"{glob.escape(folder)}/ckpt_*.pt.*.tmp"):
             os.remove(path)     # of a process that was killed while it wrote
+
+        # from the beginning, or from where it stopped?
         is_continued = bool(checkpoints(folder))
         if cfg.resume and not is_continued:
             print(f"{folder}: has no checkpoint, so the run starts from the beginning")

@@ -42,6 +42,7 @@ def units_of(loss):
 def loss_metrics(loss, cfg):
     """Other metrics of a micro-batch -> {name: (sum, count)}, tensors () or numbers. The log has
     sum / count over all micro-batches, steps and processes, of every name in here."""
+    # a token is clipped where the advantage pushes its ratio further out
     mask = loss.batch.loss_mask
     ratio = loss.ratio
     unit = units_of(loss)
@@ -50,6 +51,8 @@ def loss_metrics(loss, cfg):
     low_bound, high_bound = cfg.clip_range
     low = (ratio < low_bound) & (A < 0) & unit
     high = (ratio > high_bound) & (A > 0) & unit
+
+    # each as (sum, count): micro-batches differ in size
     metrics = {"ratio": ((ratio * unit).sum(), units)}
     if cfg.loss_type == "cispo":
         metrics["cispo_clip_ratio"] = (high.sum(), units)
@@ -153,6 +156,8 @@ def target_metrics(target):
     (reward, advantage or half) times its log-prob, as it was sampled."""
     batch = target.batch
     rows = target.rows
+
+    # each rollout's loss: its value times its log-prob, with the sign turned
     kind = "advantage" if target.kind == "self" else target.kind
     coef = target_coefficients(batch, rows, kind)       # (N,) or (N, T): -value / m
     logp = batch.rollout.logp.masked_fill(~batch.loss_mask, 0)                      # (N, T)
@@ -185,9 +190,13 @@ def influence_metrics(found):
         "tracin/fallback": selection.fallback,
         "tracin/target_grad_norm": inner(target_grad, target_grad).sqrt(),
         "tracin/target_cosine": math.nan}
-    if target.is_whole_step:        # else it would cost another gradient
+
+    # a check that costs nothing where the target is the batch: do the parts add up?
+    if target.is_whole_step:
         metrics["tracin/invariant_error"] = invariant_error(
             scores.raw, target_grad, scores.direction)
+
+    # signal or noise? Two halves of a good target point the same way
     if len(target.halves) == 2:
         rewards = target.batch.rewards
         chosen = rewards[target.rows.to(rewards.device)]
@@ -240,6 +249,8 @@ class Meter:
         self.count(loss_metrics(loss, self.cfg))
         self.ratios.append(spread_parts(loss.ratio, units_of(loss)))
         self.suspects = self.suspects + suspects_of(loss)
+
+        # before the first step the trainer's log-probs should be the sampler's
         if self.is_fresh:
             rollout = loss.batch.rollout
             sampled = rollout.sampled_mask
@@ -293,17 +304,22 @@ class Meter:
 
     def metrics(self):
         """Put together the metrics of the whole update, over all processes -> {name: number}."""
+        # means of what was counted, over micro-batches, steps and processes
         num_steps = len(self.grad_norms)
         sums = summed(all_gather([on_cpu(self.sums)]))
         metrics = {name: float(total / count) for name, (total, count) in sums.items()}
         if self.cfg.tracin != "off":
             metrics["tracin/empty_steps"] = self.num_empty
+
+        # sums over micro-batches, means over steps
         for name, total in summed(all_gather([on_cpu(self.losses)])).items():
             metrics[name] = float(total / max(1, self.num_begun))
         metrics["grad_norm"] = sum(self.grad_norms) / max(1, num_steps)
         metrics["num_steps"] = num_steps
         if self.cfg.critic:
             metrics["val/grad_norm"] = sum(self.head_norms) / max(1, num_steps)
+
+        # of all ratios, of all influences, and of sampler beside trainer
         metrics |= ratio_spread(all_gather(torch.stack(self.ratios).cpu()))
         if self.influences:
             metrics |= influence_spread(torch.cat(self.influences).cpu())
@@ -353,11 +369,15 @@ def tokens_to_learn(rollout, cfg):
 def metrics_of_all(everything, cfg):
     """Metrics of all that the policy has written, also of what is not learned from."""
     rollout = everything.rollout
+
+    # what was written, and what is known of it
     known = everything.rewards[~everything.rewards.isnan()]
     if len(known) == 0:
         known = torch.full((1,), math.nan)
     sampled = rollout.sampled_mask
     with_loss = tokens_to_learn(rollout, cfg)
+
+    # how long is it, and does it end by itself?
     lengths = sampled.sum(1).float()
     terminated = lengths[rollout.ended]
     equal = everything.equal_rows(cfg.num_generations)

@@ -76,11 +76,15 @@ def check_made(made, named_parameters):
     if not made or not all(isinstance(one, torch.optim.Optimizer) for one in made):
         raise BadInput(f"optimizer returned {shown(made)}: must be a torch.optim.Optimizer, or a "
                        "list of them")
+
+    # one step is one gradient here
     for one in made:
         closure = inspect.signature(one.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise BadInput(f"optimizer: {type(one).__name__} evaluates the loss several times a "
                            "step, which this loop cannot: take one whose step() needs no closure")
+
+    # a parameter that is missing would never move, one that is there twice would move twice
     taken = [id(p) for one in made for group in one.param_groups for p in group["params"]]
     for name, p in named_parameters:
         if taken.count(id(p)) != 1:
@@ -95,6 +99,8 @@ def make_optimizer(policy, cfg):
     warm-up and decay as initial_lr."""
     named_parameters = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
     optimizer = adamw(named_parameters, cfg)
+
+    # or what the config file makes of them
     if "optimizer" in cfg.functions:
         made = cfg.functions["optimizer"](list(named_parameters), cfg.learning_rate)
         several = list(made) if isinstance(made, (list, tuple)) else [made]
@@ -103,6 +109,8 @@ def make_optimizer(policy, cfg):
         if cfg.tracin_adam and type(optimizer) is not torch.optim.AdamW:
             raise BadInput("tracin_adam = True: measures by the moments of torch.optim.AdamW, and "
                            f"optimizer made {shown(made)}: set tracin_adam = False")
+
+    # warm-up and decay scale the rate that a group has now
     for group in optimizer.param_groups:
         group["initial_lr"] = float(group["lr"])
     return optimizer

@@ -32,6 +32,8 @@ def load_policy(cfg):
     differs."""
     if cfg.policy == "train":
         return None, load_tokenizer(cfg.vocab_size)
+
+    # a run, a file of weights, or a published model: each brings its tokenizer
     if is_run(cfg.policy):
         policy, tokenizer = load_run(cfg.policy)
         policy = plain(policy)
@@ -44,10 +46,14 @@ def load_policy(cfg):
     else:
         from extras.hub.policy import load
         policy, tokenizer = load(cfg.policy)
+
+    # what its chat template asks for
     if cfg.chat_template_kwargs:
         if getattr(tokenizer, "chat_template", None) is None:
             raise BadInput(f"chat_template_kwargs: policy = {cfg.policy!r} has no chat template")
         tokenizer.give_template(cfg.chat_template_kwargs)
+
+    # its shape is what it is, whatever the settings say
     for name in SHAPE:
         wanted = getattr(cfg, name)
         found = getattr(policy.config, name)
@@ -66,6 +72,7 @@ def trainable(base, cfg):
     """Copy the base into the policy that is trained, with gradients on. With cfg.lora_rank it gets
     adapters and shares all other weights, frozen, with the base. With cfg.critic it gets a value
     head, which is always trained."""
+    # adapters beside weights that stay with the base, or a copy of all weights
     if cfg.lora_rank:
         from extras.lora import add_lora
         shared = {id(p): p for p in base.parameters()}
@@ -74,10 +81,13 @@ def trainable(base, cfg):
         add_lora(policy, cfg.lora_rank, cfg.lora_alpha)
     else:
         policy = copy.deepcopy(base).requires_grad_(True)
+
+    # a critic reads the same hidden states
     if cfg.critic:
         from extras.critic import ValueHead
         weight = base.lm_head.weight                                                # (V, C)
         policy.value_head = ValueHead(weight.shape[1]).to(weight)
+
     policy.recompute = cfg.activation_checkpointing
     return policy
 
@@ -104,9 +114,12 @@ def settings_of(path, content=None):
 def load_run(path):
     """Load the policy of a run's folder or of a .pt file -> (policy, tokenizer). In place of the
     tokenizer of a published model comes the folder or file that has it."""
+    # a .pt file is whole
     if not os.path.isdir(path):
         policy = load_gpt(path)
         return policy, load_tokenizer(policy.config.vocab_size)
+
+    # a run's policy may have adapters, as its settings say
     path = newest_checkpoint(path)
     content = read_checkpoint(path)
     cfg = settings_of(path, content)

@@ -34,9 +34,12 @@ def few_rows(setup, cfg):
 def logp_and_gradient(setup, rollout, cfg):
     """Return the log-probs (N, T) of a rollout and the gradient (weights,) of a weighted sum of
     them."""
+    # a forward pass as setup computes it
     set_precision(setup.device, setup.dtype)
     with autocast(setup.device, setup.dtype):
         logp = completion_logprobs(setup.policy_fn, rollout, cfg.temperature)
+
+    # one backward of all rows, each token with another weight, so that no errors cancel
     factors = torch.linspace(1, 2, logp.numel(), device=logp.device).view_as(logp)
     total = (logp * factors).sum()
     gradients = torch.autograd.grad(total, setup.trained, materialize_grads=True)
@@ -45,6 +48,7 @@ def logp_and_gradient(setup, rollout, cfg):
 
 def compare(setup, plain, cfg, rollout):
     """Say what differs too much from plain float32 on a rollout; "" if nothing does."""
+    # three things that must be the same: log-probs, those of sampling, the gradient
     expected, expected_gradient = logp_and_gradient(plain, rollout, cfg)
     logp, gradient = logp_and_gradient(setup, rollout, cfg)
     errors = {}
@@ -53,6 +57,8 @@ def compare(setup, plain, cfg, rollout):
         errors[name] = logp_error(float(gaps.mean()), float(gaps.max()), setup.dtype)
     error = (gradient - expected_gradient).norm() / expected_gradient.norm()
     errors["gradients"] = float(error), 2 * tolerance_of(setup.dtype)
+
+    # name the first that is not
     for name, (error, tolerance) in errors.items():
         if not error <= tolerance:      # true for NaN too
             return f"{name} are off by {error:.2g}, more than {tolerance:g}"
@@ -72,6 +78,8 @@ def find_problem(setup, plain, cfg):
 def check_precision(setup, cfg):
     """Make setup compute as fast as the settings ask for and the check allows."""
     plain = replace(setup, dtype=torch.float32)
+
+    # first all that was asked for, compiled
     if cfg.compile:
         from extras.compiled import compile_nets
         compile_nets(setup)
@@ -84,6 +92,8 @@ def check_precision(setup, cfg):
         setup.policy_fn = plain.policy_fn
         setup.reference_fn = plain.reference_fn
         setup.generate = plain.generate
+
+    # then without compiled code, and in the end plain float32
     if setup.dtype != torch.float32:
         problem = find_problem(setup, plain, cfg)
         if not problem:

@@ -71,6 +71,7 @@ def optimizers(model):
 def pretrain(cfg, path, texts, held_out, device):
     """Train a new policy on texts and save it at `path`. Of made-up texts there are as many as
     cfg.pretrain_tokens needs, by the mean length of these."""
+    # the texts as one stream of tokens, made up as far as they are needed
     num_tokens = cfg.pretrain_tokens
     makes_up = "texts" in cfg.functions
     T = cfg.block_size
@@ -83,11 +84,14 @@ def pretrain(cfg, path, texts, held_out, device):
     if min(len(stream), len(held_out)) <= T:
         raise BadInput(f"too few comments or texts: {len(stream)} tokens to train on and "
                        f"{len(held_out)} to test on, both must be above block_size = {T}")
+
     # made-up texts are read from their start, like a prompt. Comments are long: half of their
     # windows begin anywhere
     num_anywhere = 0 if makes_up else BATCH_SIZE // 2
     starts = text_starts(stream, T, tokenizer.eot_token)
     held_out_starts = text_starts(held_out, T, tokenizer.eot_token)
+
+    # a new GPT, and the loss of its next tokens
     torch.manual_seed(SEED)
     model = new_policy(cfg).to(device)
     dtype = fast_dtype(device)
@@ -99,6 +103,7 @@ def pretrain(cfg, path, texts, held_out, device):
             logits = model.lm_head(model(batch[:, :-1]))  # (B, T, V)
         return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
+    # train it, and measure it on texts that it has not seen
     steps = max(1, num_tokens // (BATCH_SIZE * T))
     fit(model, optimizers(model), loss_at, steps, f"{path}.partial", "policy")
     with torch.no_grad():

@@ -25,6 +25,7 @@ class StepLog:
         self.line("[Micro 0] 1. Iteration start")
 
     def generated(self, rollout):
+        # prompts and completions, without padding
         padding = (~rollout.completion_mask).sum()      # attention_mask is True there
         self.num_tokens += int(rollout.attention_mask.sum() - padding)
         self.num_sampled += int(rollout.sampled_mask.sum())
@@ -54,11 +55,15 @@ class StepLog:
     def line(self, text, values="", last=False):
         if not self.on:
             return
+
+        # a GPU works on while this line is printed: wait for what it is about
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.monotonic()
+
+        # since the last line; at the end of the iteration since its start, too
         spent = f"time={now - self.last:.3f}s"
-        if last:    # the optimizer's own time, and the sum of all
+        if last:
             spent = f"step={now - self.last:.3f}s, time={now - self.start:.3f}s total"
         used = memory(self.device)
         mem = "" if used is None else f"mem={used / 2 ** 20:.0f} MB, "
@@ -75,6 +80,8 @@ def print_iteration(m, cfg, tokens, seconds_left):
     left = int(seconds_left)
     kl = m.get("kl_loss", 0.0)
     speed = f"{tokens / seconds:.0f}" if seconds > 0 else "?"      # a clock may stand still
+
+    # the parts of the loss, where there are more than one
     main = m["policy_loss"] - kl + m.get("entropy_loss", 0.0)
     extra = ""
     if cfg.answers:
@@ -95,6 +102,8 @@ def print_table(rows):
     after = rows[-1]
     title = f"iterations 0 and {after['iteration']}"
     print(f"\n{title:24}{'before':>10}{'after':>10}{'after/before':>14}")
+
+    # a measure a line
     for name in before:
         old = before[name]
         new = after.get(name)       # missing where a resumed run has another judge
@@ -102,6 +111,8 @@ def print_table(rows):
             continue
         ratio = f"{new / old:.2f}" if old > 1e-6 and new >= 0 else "-"   # KL begins near 0
         print(f"{name:24}{old:10.4f} {new:9.4f}{ratio:>14}")
+
+    # what the policy wrote, to be read
     print("\nthe same prompts and random numbers, before and after:")
     for old, new in zip(before["samples"], after["samples"]):
         print(f"  {old['prompt']!r}")

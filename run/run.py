@@ -62,9 +62,12 @@ def print_verdict(rows, cfg, metrics=()):
 
 def sample_row(it, batch, i, cfg):
     """A row of samples.jsonl: completion i of a Batch."""
+    # what was asked and written, and its reward
     prompt = batch.prompts[i]
     row = dict(iteration=it + 1, prompt=prompt.text, completion=batch.completions[i],
                reward=float(batch.rewards[i]))
+
+    # with the prompt's other columns, and each reward by itself where there are several
     if list(prompt.row.values()) != [prompt.text]:      # it says more than the prompt
         row["row"] = prompt.row
     if len(cfg.reward_funcs) > 1:
@@ -76,6 +79,7 @@ def sample_row(it, batch, i, cfg):
 def sample_rows(it, batch, cfg):
     """Rows of samples.jsonl: every completion with its reward and advantage, then those that others
     have replaced."""
+    # what the step has made of each completion
     columns = {"advantage": batch.row_advantages}
     if cfg.tracin != "off":
         columns |= {"influence": batch.influence, "weight": batch.row_weights}
@@ -84,6 +88,8 @@ def sample_rows(it, batch, cfg):
     columns = {name: x.tolist() for name, x in columns.items()}
     rows = [sample_row(it, batch, i, cfg) | {name: x[i] for name, x in columns.items()}
             for i in range(len(batch.prompts))]
+
+    # completions of groups that taught nothing: the policy wrote them, too
     for other in batch.replaced or ():
         rows += [sample_row(it, other, i, cfg) | dict(advantage=None, learned=False)
                  for i in range(len(other.prompts))]
@@ -129,6 +135,7 @@ class Run:
                 self.wandb = wandb
 
     def __enter__(self):
+        # a folder of its own, which rank 0 locks for all
         cfg = self.cfg
         self.until_end = contextlib.ExitStack()
         if not cfg.debug_step:
@@ -137,6 +144,8 @@ class Run:
                 claim = self.until_end.enter_context(claimed_folder(cfg))
             cfg.out_dir, cfg.resume = all_gather([claim])[0]
         self.folder = cfg.out_dir
+
+        # say what is not as usual
         default = type(cfg)()
         changed = {k: v for k, v in cfg.public().items() if v != getattr(default, k)}
         print("settings: " + ", ".join(f"{k}={v!r}" for k, v in changed.items()))
@@ -175,11 +184,14 @@ class Run:
 
     def begin(self, setup):
         """From the start, or from the checkpoint of an interrupted run."""
+        # from now on a signal waits until what is at work can be saved
         cfg = self.cfg
         self.setup = setup
         self.stopped = self.until_end.enter_context(interrupts())
         self.base_hash = hash_of(setup.base)
         self.num_tokens = 0
+
+        # new logs, or those of the interrupted run, cut to its last checkpoint
         done = None
         if cfg.resume:
             rewards = logged_rewards(f"{self.folder}/metrics.jsonl")
@@ -189,21 +201,29 @@ class Run:
             self.first_evaluation = self.first_row("eval.jsonl")
         else:
             begin_logs(self.folder, cfg)
+
+        # processes that differ now would sum gradients of different policies
         everyone = all_gather([(self.base_hash, done, hash_of(setup.policy))])
         if len(set(everyone)) > 1:
             raise BadInput(
                 f"the processes begin with different weights: out_dir = {self.folder!r} and "
                 f"cache_dir = {cfg.cache_dir!r} must be the same folders on all machines")
+
+        # what this run is, for whoever finds its folder
         write_run_config(self.folder, cfg, setup.device)
         name = os.path.basename(self.folder)
         self.tell_wandb("init", project=cfg.wandb_project, name=name, config=cfg.public())
+
+        # an evaluation and a checkpoint of the policy before training
         self.start = done or 0
-        if done is None:        # before training, to compare with
+        if done is None:
             self.evaluate(0)
             self.save(0)
         elif self.is_evaluated(done) and not self.has_evaluation(done):
             self.evaluate(done)     # it failed after a signal
             self.save(done)
+
+        # after a failure in a step, what the last whole iteration left is saved
         self.done = self.start
         self.mark_whole()
         setup.optimizer.register_step_pre_hook(self.step_begins)
@@ -246,6 +266,8 @@ class Run:
     def record(self, it, batch, metrics, log):
         """Prints the line and the warnings of an iteration and writes its logs."""
         cfg = self.cfg
+
+        # all that is known of the iteration
         seconds = max(0.0, time.monotonic() - log.start)
         self.num_tokens += log.num_tokens
         m = {"iteration": it + 1, **metrics, **batch_metrics(batch, cfg),
@@ -254,6 +276,8 @@ class Run:
              **self.epoch(it),
              "step_time": seconds,
              **rollout_toxicity(batch, self.setup)}
+
+        # its line, and what looks wrong in it
         each = max(0.0, time.monotonic() - self.began) / (it + 1 - self.start)
         print_iteration(m, cfg, log.num_sampled, each * (cfg.max_iters - it - 1))
         if "ref_tensors_differing" in m:
@@ -262,6 +286,8 @@ class Run:
         self.first = self.first or m
         groups = batch.rewards.view(-1, cfg.num_generations)
         print_warnings(m, cfg, self.setup.dtype, self.warned, self.first, groups, self.seconds)
+
+        # its rows
         self.seconds.append(seconds)
         self.kls += [m["kl"]] if "kl" in m else []
         append_rows(self.folder, "metrics.jsonl", [m])
@@ -273,10 +299,13 @@ class Run:
     def compare_replay(self, iteration, reward):
         """Says how far the iterations that were done before the interruption, and have now been
         repeated, are from what they were. A GPU adds in no fixed order, so tokens may differ."""
+        # remember each repeated one until the last
         was = self.earlier.pop(iteration)
         self.gaps.append(0.0 if was is None else abs(reward - was))
         if self.earlier:
             return
+
+        # then say how much they differ
         text = f"repeated iterations {iteration + 1 - len(self.gaps)} to {iteration}: rewards "
         if max(self.gaps) == 0:
             print(text + "as before the interruption")
@@ -294,8 +323,10 @@ class Run:
         cfg = self.cfg
         self.done = done
         self.mark_whole()
+
+        # has a signal asked any process to stop?
         last = done == cfg.max_iters
-        stopped = any(all_gather([self.stopped()]))     # a signal has asked any process to stop
+        stopped = any(all_gather([self.stopped()]))
         if self.is_evaluated(done):
             self.evaluate(done)
         if last or stopped or is_due(done, cfg.save_interval):
@@ -305,9 +336,12 @@ class Run:
 
     def evaluate(self, iteration):
         """Prints and logs an evaluation of the policy."""
+        # the same prompts and noise as before training
         measures, samples = evaluate(self.setup, self.setup.policy, self.cfg, iteration)
         values = ", ".join(f"{k} {v:.4f}" for k, v in measures.items())
         print(f"eval {iteration}: {values}", flush=True)
+
+        # log it, and warn of what has fallen since the first one
         row = dict(iteration=iteration, **measures, samples=samples)
         append_rows(self.folder, "eval.jsonl", [row])
         self.first_evaluation = self.first_evaluation or row

@@ -256,15 +256,21 @@ def load_settings(argv):
     """argv (config files, folders of runs, flags) -> checked Settings. Flags override a run, which
     overrides the config files."""
     cfg = Settings()
+
+    # flags, folders of runs, config files
     flags = [(*read_flag(arg), arg) for arg in argv if arg.startswith("-")]
     paths = [arg for arg in argv if not arg.startswith("-")]
     folders = [path.rstrip("/") for path in paths if os.path.isdir(path)]
     files = [path for path in paths if not os.path.isdir(path)]
+
+    # a config file brings functions, too
     for path in files:
         values, functions = read_config(path)
         cfg.functions |= functions
         for name, value in values.items():
             assign(cfg, name, value, path)
+
+    # a run repeats all its settings. Its functions are code, so they must be named
     for folder in folders:
         run = read_run(folder)
         if run.get("functions") and not files:
@@ -274,6 +280,8 @@ def load_settings(argv):
             assign(cfg, name, value, f"{folder}/config.json (of another version? edit it there)")
         cfg.source = run["source"]
         cfg.out_dir = folder                # a run that was copied or moved is its own
+
+    # flags come last: they override both
     for name, value, flag in flags:
         assign(cfg, name, value, flag)
     if files:
@@ -313,6 +321,8 @@ def usage(with_settings):
     text = about + "\n" + USAGE.format(command)
     if not with_settings:
         return text
+
+    # the settings with their comments, as they stand above
     source = inspect.getsource(Settings)
     start = source.index("    # run\n")
     end = source.index("    # what the config file brings along")
@@ -328,9 +338,13 @@ def read_flag(flag):
     name, equals, text = flag[2:].partition("=")
     if not flag.startswith("--") or not name:
         raise BadInput(f"{flag}: a setting is written --name=value")
+
+    # a switch may stand alone, all else has a value
     known = types_of(name, flag)
     if not equals and bool not in known:
         raise BadInput(f"{flag}: write {flag}=VALUE")
+
+    # a Python literal, or text where that is no literal or text is meant
     literal = text.title() if text.lower() in ("true", "false") else text
     try:
         value = ast.literal_eval(literal if equals else "True")
@@ -377,13 +391,17 @@ def read_config(path):
     if not path.endswith(".py") or not os.path.isfile(path):
         raise BadInput(f"{path}: is neither a config file (.py) nor the folder of a run; a setting "
                        "is written --name=value")
+
+    # whatever a user's file may raise ends in one line
     try:
         with own_torch(), panics_as_errors():
             names = runpy.run_path(path, run_name=DEFINED_HERE)
     except BadInput:
         raise
-    except (Exception, SystemExit) as e:    # whatever a user's file may raise, in one line
+    except (Exception, SystemExit) as e:
         raise BadInput(f"{path}: {type(e).__name__}: {e}") from e
+
+    # functions and the table of tools, and the settings
     names = {name: value for name, value in names.items()
              if not name.startswith("_") and not isinstance(value, type(os))}
     functions = {name: value for name, value in names.items()

@@ -67,15 +67,22 @@ class Inputs:
 
 def read_inputs(cfg):
     """Loads and checks every input before any training starts -> Inputs."""
+    # where and in what precision it is computed
     device = pick_device(cfg.device, cfg.threads)
     dtype = pick_dtype(cfg.dtype, device)
     print(machine(cfg.device, device, dtype))
+
+    # models that are named by a file or a published name. Will the run fit into memory?
     base, tokenizer = load_policy(cfg)
     check_fits(cfg, device)
     warn_of_influence(cfg, device, dtype)
     judges = named_judges(cfg, device)
+
+    # prompts, in ids of the policy's tokenizer
     splits = get_splits(cfg)
     prompts, eval_prompts, val_prompts = load_prompts(cfg, tokenizer, splits)
+
+    # do the config file's functions work on them?
     try_rewards(cfg, prompts + eval_prompts + val_prompts)
     if cfg.answers:
         from extras.environment import try_environment

@@ -36,7 +36,7 @@ def refuses(names, *argv):
 
 
 def test_every_setting_can_be_given_as_a_flag(monkeypatch):
-    monkeypatch.setattr(sys.modules["run.check"], "need", lambda *folder: None)
+    monkeypatch.setattr(sys.modules["run.check"], "check_extras", lambda needed: None)
     for name in NAMES:
         value = getattr(load_settings([]), name)
         assert type(value) in types_of(name), name
