@@ -92,10 +92,14 @@ def attend(q, k, v, mask, causal, scale):
     mask (B, 1, T, S): True where a query sees a key. scale None: 1 / sqrt(hs)."""
     nh, T = q.shape[1:3]
     nkv = k.shape[1]
+
+    # short sequences on a CPU by the formula
     formula_up_to = 128 if q.dtype == torch.bfloat16 else 1     # tokens, as measured
     if q.device.type == "cpu" and T <= formula_up_to:
         return attend_on_cpu(q, k, v, mask, causal, scale)
-    if nkv < nh and q.is_cuda:      # torch's fast kernels do not take groups together with a mask
+
+    # torch's fast kernels on a GPU do not take groups together with a mask
+    if nkv < nh and q.is_cuda:
         k = k.repeat_interleave(nh // nkv, 1)
         v = v.repeat_interleave(nh // nkv, 1)
     grouped = True if k.shape[1] < nh else False    # torch.compile needs a bool, not a symbol
@@ -112,6 +116,8 @@ class Attention(nn.Module):
         self.n_head = config.n_head
         self.n_kv_head = config.n_kv_head or config.n_head
         self.hs = config.head_dim or config.n_embd // config.n_head
+
+        # one matrix for queries, keys and values, one for what the heads have found
         qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
         width = (self.n_head + 2 * self.n_kv_head) * self.hs
         self.c_attn = nn.Linear(config.n_embd, width, bias=qkv_bias)
@@ -193,6 +199,7 @@ class Cache:
 
     def extend(self, i, k, v):
         """Append k and v (B, nkv, T, hs) to layer i and return all keys and values that it has."""
+        # room for all tokens at once: to grow is to copy
         if i == len(self.layers):
             B, nkv, _, hs = k.shape
             self.layers.append(k.new_zeros(2, B, nkv, self.S, hs))
@@ -231,6 +238,8 @@ class GPT(nn.Module):
         self.config = config
         self.block_size = config.block_size
         self.recompute = False  # True: keep only a block's input and recompute it in the backward
+
+        # tokens and their positions, blocks, and a last norm
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         if not config.rope_base:
             self.wpe = nn.Embedding(config.block_size, config.n_embd)

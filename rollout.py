@@ -95,11 +95,14 @@ class Rollout:
     def record(self, rows, t, token, logp, entropy, values, ends):
         """Write token t of these rows, and what is known of it, (n,) each. A row that has ended
         gets nothing; a token of an environment stays."""
+        # the policy's token, but where the row has ended or an environment has written
         column = self.tokens.shape[1] - self.logp.shape[1] + t
         running = ~self.ended[rows]
         sampled = running & self.sampled_mask[rows, t]
         self.tokens[rows, column] = torch.where(sampled, token, self.tokens[rows, column])
         self.completion_mask[rows, t] = running
+
+        # what the trainer will ask for; 0 where nothing was drawn
         self.logp[rows, t] = logp.masked_fill(~sampled, 0)
         self.entropy[rows, t] = entropy.masked_fill(~sampled, 0)
         if values is not None:
@@ -125,6 +128,7 @@ def empty_rollout(prompt, attention_mask, num_generations, T, eos):
 
 def concatenate(rollouts):
     """Join rollouts -> Rollout of all their rows, as wide as the longest prompt and completion."""
+    # all as wide as the widest, then one under the other
     P = max(r.tokens.shape[1] - r.logp.shape[1] for r in rollouts)
     T = max(int(r.completion_mask.any(0).sum()) for r in rollouts)
     rollouts = [r.resized(P, T) for r in rollouts]
@@ -157,14 +161,19 @@ class Sampling(NamedTuple):
 
 def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
     """Return logits (N, V) with -inf where a token is not allowed. At least one token is."""
+    # no less likely than the k-th
     if top_k:
         weakest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < weakest, -math.inf)
+
+    # as few as add up to top_p: what stands before a token has less
     if top_p < 1:
         ordered, order = logits.sort(descending=True)
         probs = ordered.softmax(-1)
-        drop = probs.cumsum(-1) - probs >= top_p    # the more likely ones add up to top_p
+        drop = probs.cumsum(-1) - probs >= top_p
         logits = logits.masked_fill(drop.scatter(1, order, drop), -math.inf)
+
+    # not far less likely than the likeliest
     if min_p > 0:
         likeliest = logits.amax(-1, keepdim=True)
         logits = logits.masked_fill(logits < likeliest + math.log(min_p), -math.inf)
@@ -516,6 +525,8 @@ def of_logits(function, model, rollout, temperature, states):
             logits = logits.masked_fill(~allowed, -math.inf)
         return function(logits, targets[:, None])
 
+    # in pieces that fit into memory; if all logits together do not, the backward forms
+    # each piece again
     h, targets, allowed, where = states or completion_states(model, rollout)
     V = len(model.lm_head.weight)
     formed = piece
@@ -526,6 +537,8 @@ def of_logits(function, model, rollout, temperature, states):
     for i in range(0, max(1, len(h)), m):
         some = [None if x is None else x[i:i + m] for x in (h, targets, allowed)]
         pieces.append(formed(*some))
+
+    # back to where the tokens stand
     found = torch.cat(pieces)[:, 0]                                                 # (M,)
     return found.new_zeros(rollout.logp.shape).index_put(where, found)
 
@@ -552,6 +565,7 @@ class LogProb(torch.autograd.Function):
 def completion_logprobs(model, rollout, temperature=1.0, states=None):
     """Return the log-probs (N, T) of a rollout's sampled tokens, in float32; 0 elsewhere. states:
     what completion_states returns, if something else is computed from it too."""
+    # on a CPU in one buffer, unless logits are few or a tape listens to the head
     states = states or completion_states(model, rollout)
     h, targets, allowed, where = states
     if not can_buffer(model, h):

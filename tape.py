@@ -325,9 +325,13 @@ class Tape:
         self.layers = trained_layers(model)         # {module: Layer}
         self.device = next(model.parameters()).device
         self.everyone = torch.arange(num_rows, device=self.device)      # rows of a vector's record
-        self.numbers = self.everyone[:0]        # see rows()
+
+        # whose the next forward and backward are: see rows()
+        self.numbers = self.everyone[:0]
         self.flat = {}          # {module: numbers (M,) of its tokens' rows}
         self.given = {}         # {module in flat: tokens that it has been given}
+
+        # what they leave
         self.records = {p: [] for p in self.names}
         self.found = {}         # see entries()
         self.summing = False    # in backward_summed
@@ -527,6 +531,8 @@ class Tape:
         (k, *p.shape)."""
         if p.dim() == 1:
             return self.records[p][0].b[rows]
+
+        # a matrix: outer products, of each row's own tokens
         records = list(self.read(p))
         g = torch.zeros(len(rows), *p.shape, dtype=p.dtype, device=p.device)
         for total, number in zip(g, numbers):
