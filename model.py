@@ -56,7 +56,7 @@ def rotate(x, cos, sin):
 
 
 def scale_frequency(frequency, factor, low, high, block_size):
-    """Return the rotary frequencies (hs / 2,) of a model first trained on block_size positions, by
+    """The rotary frequencies (hs / 2,) of a model first trained on block_size positions, by
     NTK-by-parts (Peng et al. 2023). Channels that turn `high` times or more within block_size keep
     their frequency; those that turn `low` times or less become `factor` times slower."""
     turns = block_size * frequency / (2 * math.pi)
@@ -210,7 +210,7 @@ class Cache:
         return kv[:, :, :, :end]
 
     def repeat(self, n, S):
-        """Return a cache with n copies of each sequence side by side and room for S tokens."""
+        """A cache with n copies of each sequence side by side and room for S tokens."""
         copy = Cache(S)
         copy.length = self.length
         for kv in self.layers:
@@ -219,7 +219,7 @@ class Cache:
         return copy
 
     def keep(self, rows):
-        """Keep only these sequences (n,), in this order. Copies only those whose place changes."""
+        """Keep only these sequences (n,), in this order. Copy only those whose place changes."""
         n = len(rows)
         moved = (rows != torch.arange(n, device=rows.device)).nonzero()[:, 0]
         for i, kv in enumerate(self.layers):
@@ -228,7 +228,7 @@ class Cache:
 
 
 class GPT(nn.Module):
-    """Returns hidden states: the vocabulary head is expensive, and few tokens need it.
+    """The model up to its hidden states: the vocabulary head is expensive, and few tokens need it.
     `model.lm_head(model(idx))` is (B, T, V). rollout.py lists what it asks of a policy."""
 
     def __init__(self, config):
@@ -289,7 +289,7 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def positions_and_mask(self, idx, attention_mask, start, column):
-        """Return the positions (B, T) of tokens in columns `column` (T,), the first of which is
+        """The positions (B, T) of tokens in columns `column` (T,), the first of which is
         `start`, and what each sees, (B, 1, T, S). The mask is None where plain causal attention (or
         full attention, in the judge) is right."""
         # the usual case: no padding, and no mask but torch's own
@@ -324,7 +324,7 @@ class GPT(nn.Module):
         return mask & (key > column[:, None] - self.config.window)
 
     def embed(self, idx, pos):
-        """Return the first block's input (B, T, C), and with rotary positions their cos and sin."""
+        """The first block's input (B, T, C), and with rotary positions their cos and sin."""
         x = self.wte(idx)                                                           # (B, T, C)
         if not self.config.rope_base:
             return x + self.wpe(pos), None
@@ -340,7 +340,7 @@ class GPT(nn.Module):
         return x, (angles.cos(), angles.sin())
 
     def new_cache(self, S):
-        """Return an empty cache with room for S tokens of each sequence."""
+        """An empty cache with room for S tokens of each sequence."""
         return Cache(S)
 
 

@@ -58,16 +58,16 @@ class Rollout:
     values: Tensor = None       # (N, T) a critic's, before each sampled token; 0 elsewhere
 
     def __getitem__(self, rows):
-        """Return the same rollout with only these rows (a slice gives views)."""
+        """The same rollout with only these rows (a slice gives views)."""
         return self.map(lambda x: x[rows])
 
     def map(self, function):
-        """Return the rollout with function applied to each of its tensors."""
+        """The rollout with function applied to each of its tensors."""
         columns = {name: function(x) for name, x in vars(self).items() if x is not None}
         return Rollout(**columns)
 
     def resized(self, P, T):
-        """Return the rollout with P columns for prompts, no fewer than it has, and T for
+        """The rollout with P columns for prompts, no fewer than it has, and T for
         completions: the first ones, or padding after the last."""
         old_T = self.logp.shape[1]
         old_P = self.tokens.shape[1] - old_T
@@ -84,7 +84,7 @@ class Rollout:
         return rollout
 
     def completions(self, eos):
-        """Return the ids of each completion without the end tokens (eos: a tuple) that the policy
+        """The ids of each completion without the end tokens (eos: a tuple) that the policy
         sampled. With an environment, tokens may follow an end token."""
         T = self.completion_mask.shape[1]
         tokens = self.tokens[:, -T:].masked_fill(~self.completion_mask, -1)
@@ -112,7 +112,7 @@ class Rollout:
 
 
 def empty_rollout(prompt, attention_mask, num_generations, T, eos):
-    """Return the Rollout of prompts (B, P) to be filled in, padded with eos."""
+    """The Rollout of prompts (B, P) to be filled in, padded with eos."""
     prompt = prompt.repeat_interleave(num_generations, 0)                           # (N, P)
     attention_mask = attention_mask.repeat_interleave(num_generations, 0)           # (N, P)
     logp = torch.zeros(len(prompt), T, device=prompt.device)                        # (N, T)
@@ -154,13 +154,13 @@ class Sampling(NamedTuple):
 
     @property
     def truncates(self):
-        """True where a field below temperature is not its default: the trainer is then told which
+        """Whether a field below temperature is not its default: the trainer is then told which
         tokens were allowed."""
         return self != Sampling(self.eos, self.temperature)
 
 
 def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
-    """Return logits (N, V) with -inf where a token is not allowed. At least one token is."""
+    """Logits (N, V) with -inf where a token is not allowed. At least one token is."""
     # no less likely than the k-th
     if top_k:
         weakest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
@@ -245,7 +245,7 @@ def read_last(model, ids, attention_mask, cache):
 
 
 def drop_finished(rows, cache, ended):
-    """Return rows (n,) without those that have ended, which leave the cache too."""
+    """Drop those of the rows (n,) that have ended, from the cache too -> the others."""
     running = ~ended[rows]
     n = int(running.sum())
     if n == len(rows):
@@ -563,7 +563,7 @@ class LogProb(torch.autograd.Function):
 
 
 def completion_logprobs(model, rollout, temperature=1.0, states=None):
-    """Return the log-probs (N, T) of a rollout's sampled tokens, in float32; 0 elsewhere. states:
+    """The log-probs (N, T) of a rollout's sampled tokens, in float32; 0 elsewhere. states:
     what completion_states returns, if something else is computed from it too."""
     # on a CPU in one buffer, unless logits are few or a tape listens to the head
     states = states or completion_states(model, rollout)
@@ -576,7 +576,7 @@ def completion_logprobs(model, rollout, temperature=1.0, states=None):
 
 
 def completion_entropies(model, rollout, temperature=1.0, states=None):
-    """Return the entropies (N, T), in nats and with gradient, of the distributions that a rollout's
+    """The entropies (N, T), in nats and with gradient, of the distributions that a rollout's
     tokens are sampled from; 0 elsewhere. states: as in completion_logprobs."""
     def entropies(logits, targets):
         logp = logits.log_softmax(-1)

@@ -50,7 +50,7 @@ def speak(setup, policy, cfg, prompt, num, chat=False, iteration=0):
 
 
 def answer(setup, policies, cfg, prompt, own):
-    """Prints what each of policies {title: (policy, iterations done)} says after a prompt."""
+    """Print what each of policies {title: (policy, iterations done)} says after a prompt."""
     print(repr(prompt))
     for title, (speaker, done) in policies.items():
         completions, scores = speak(setup, speaker, cfg, prompt, own["num"], own["chat"], done)

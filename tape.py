@@ -46,7 +46,7 @@ from torch.nn import functional as F
 
 
 def refuse(name, why):
-    """Ends a forward or a backward that would give wrong numbers."""
+    """End a forward or a backward that would give wrong numbers."""
     raise ValueError(f"{name}: {why}")
 
 
@@ -194,7 +194,7 @@ def repeated(rows, times):
 
 def needed(rows, b, a):
     """The Record of those entries whose gradient is not 0. The others add nothing: padding and, in
-    the last block, most of the prompt. Copies only where some are left out. On a GPU all are kept,
+    the last block, most of the prompt. Copy only where some are left out. On a GPU all are kept,
     as to count them is to wait for it."""
     of_entries = repeated(rows, len(a) // max(1, len(rows)))
     if a.device.type == "cpu":
@@ -250,7 +250,7 @@ def outside(name, grad):
 
 
 def observe_gradient(out, callback):
-    """callback(gradient of out) when the backward gets there. Returns a view of out: whoever
+    """callback(gradient of out) when the backward gets there. Return a view of out: whoever
     changes that in place (relu_) leaves the hook where it is."""
     if out.requires_grad:
         out.register_hook(callback)
@@ -304,7 +304,7 @@ AT_ONCE = 2 ** 22   # numbers in the gradients of single rows that are formed be
 
 
 class Tape:
-    """Records the backward of some rows, in one or several micro-batches, of any model whose
+    """The backward of some rows, recorded in one or several micro-batches, of any model whose
     parameters are those of layers in KINDS. Rows are numbered 0, 1, .., num_rows - 1.
 
     Rows are the first dimension of what a layer is given; for other layers see `flat` of rows().
@@ -400,7 +400,7 @@ class Tape:
                 refuse(name, "frozen or unfrozen after its Tape was made: make a new one")
 
     def before_forward(self, module, inputs):
-        """Freezes the weights: no .grad is to be made."""
+        """Freeze the weights: no .grad is to be made."""
         layer = self.layers[module]
         replaced = any(getattr(module, name) is not p for name, p in layer.trained.items())
         if replaced or torch._C._are_functorch_transforms_active():
@@ -410,7 +410,7 @@ class Tape:
             p.requires_grad_(False)
 
     def after_forward(self, module, inputs, out):
-        """Keeps the input, and has b kept when the backward gets there."""
+        """Keep the input, and have b kept when the backward gets there."""
         layer = self.layers[module]
         for p in layer.trained.values():
             p.requires_grad_(True)
@@ -426,7 +426,7 @@ class Tape:
         return observe_gradient(out, Call(self, layer, module, inputs[0]).record)
 
     def keep(self, p, found):
-        """Adds a Record of a parameter."""
+        """Add a Record of a parameter."""
         self.found = {}
         if p.dim() > 1:
             self.records[p].append(found)
@@ -566,7 +566,7 @@ class Tape:
 
 
 def check_exact(model, loss_of, rows, flat={}, tolerance=0.01):
-    """Raises ValueError unless, for the three rows of largest gradient, the tape's gradient is the
+    """Raise ValueError unless, for the three rows of largest gradient, the tape's gradient is the
     one that autograd gives for that row alone, parameter by parameter. loss_of(rows) -> (): the sum
     of their losses. flat: see Tape.rows."""
     # all rows together, on a tape

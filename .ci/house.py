@@ -93,7 +93,7 @@ def above(other, path):
 
 
 def code_faults(path, tree, modules, needs):
-    """Imports upwards, modules as arguments, long functions. Adds what is imported to needs."""
+    """Imports upwards, modules as arguments, long functions. Add what is imported to needs."""
     main = [n for n in tree.body if isinstance(n, ast.If) and "__name__" in ast.unparse(n.test)]
     skipped = {n for statement in main for n in ast.walk(statement)}
     held = set()        # names of modules

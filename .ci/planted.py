@@ -453,7 +453,7 @@ def path_of(test):
 
 
 def run_tests(tests, folder):
-    """Runs tests up to the first failure -> exit code, and its line of pytest's summary."""
+    """Run tests up to the first failure -> exit code, and its line of pytest's summary."""
     env = dict(os.environ, COLUMNS="400", OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
     done = subprocess.run([*pytest, *map(path_of, tests)], cwd=folder, env=env,
@@ -463,7 +463,7 @@ def run_tests(tests, folder):
 
 
 def plant(mistake, folder):
-    """Runs the test with one mistake in -> (whether it catches it, a line that says so)."""
+    """Run the test with one mistake in -> (whether it catches it, a line that says so)."""
     path = folder / mistake.file
     source = path.read_text(encoding="utf-8")
     path.write_text(source.replace(mistake.old, mistake.new), encoding="utf-8")
@@ -477,7 +477,7 @@ def plant(mistake, folder):
 
 
 def copy_project(folder):
-    """Copies what git knows or does not ignore."""
+    """Copy what git knows or does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for path in filter(lambda path: (ROOT / path).is_file(), listed.stdout.splitlines()):
@@ -486,7 +486,7 @@ def copy_project(folder):
 
 
 def list_all():
-    """Says which mistakes have lost their line or their test."""
+    """Say which mistakes have lost their line or their test."""
     lost = [(m.name, why) for m in MISTAKES if (why := why_not(m))]
     for name, why in lost:
         print(f"lost    {name}: {why}")

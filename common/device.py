@@ -13,7 +13,7 @@ from common.script import BadInput, shown
 
 def pick_device(name, threads=0):
     """torch.device for "auto", "cpu", "cuda", "cuda:1", ... Under torchrun each process of a
-    machine has a GPU of its own. Raises BadInput if the device does not exist. threads: of a
+    machine has a GPU of its own. Raise BadInput if the device does not exist. threads: of a
     CPU; 0: torch's choice."""
     if threads:
         torch.set_num_threads(threads)
@@ -168,7 +168,7 @@ def influence_memory(cfg, dtype):
 
 
 def warn_of_influence(cfg, device, dtype):
-    """Prints a note where a step with influence may not fit: records of all its tokens are kept."""
+    """Print a note where a step with influence may not fit: records of all its tokens are kept."""
     if cfg.tracin == "off" or cfg.lora_rank:
         return
     most = influence_memory(cfg, dtype)
@@ -179,7 +179,7 @@ def warn_of_influence(cfg, device, dtype):
 
 
 def check_fits(cfg, device):
-    """Raises BadInput where the weights, the rollout, and the keys and values of the rows that are
+    """Raise BadInput where the weights, the rollout, and the keys and values of the rows that are
     decoded at once are alone too much, such as by a typo in a setting: that would end in "Killed".
     """
     # the least that is needed: keys and values, weights and moments, the rollout

@@ -19,7 +19,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def file_of_package(name, module, package):
-    """Return the path of a file in an installed package, which is never imported."""
+    """The path of a file in an installed package, which is never imported."""
     spec = importlib.util.find_spec(module)
     for folder in spec.submodule_search_locations if spec else []:
         for path in Path(folder).rglob(name):
@@ -28,7 +28,7 @@ def file_of_package(name, module, package):
 
 
 def remove(path):
-    """Removes a file, a link or a folder, if there is one."""
+    """Remove a file, a link or a folder, if there is one."""
     shutil.rmtree(path, ignore_errors=True)
     if os.path.lexists(path):
         os.remove(path)
@@ -39,7 +39,7 @@ CANNOT_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EACCES, errno.E
 
 
 def flush(path):
-    """Waits until a file, or the names in a folder, are on the disk. False where that disk cannot
+    """Wait until a file, or the names in a folder, are on the disk. False where that disk cannot
     be waited for."""
     try:
         number = os.open(path, os.O_RDONLY)
@@ -56,7 +56,7 @@ def flush(path):
 
 @contextlib.contextmanager
 def replacing(path):
-    """Yields a temporary name. The file or folder made there takes the name `path` at the end: a
+    """Yield a temporary name. The file or folder made there takes the name `path` at the end: a
     reader sees the old one or the new one, never half, also after a power failure."""
     tmp = f"{path}.{os.getpid()}.tmp"
     try:
@@ -74,7 +74,7 @@ def replacing(path):
 
 
 def is_plain(path):
-    """True where a file can be written in place: nothing is there, or a regular file that has no
+    """Whether a file can be written in place: nothing is there, or a regular file that has no
     other link. A link leads to a file of another folder, and a pipe is waited for."""
     is_file = os.path.isfile(path) and not os.path.islink(path)
     return os.stat(path).st_nlink == 1 if is_file else not os.path.lexists(path)
@@ -210,7 +210,7 @@ def save_file(path, kind, **content):
 
 
 def check_sums(path):
-    """Raises ValueError if a check sum is wrong, which torch does not look at, or if a part is
+    """Raise ValueError if a check sum is wrong, which torch does not look at, or if a part is
     compressed: it may be far larger than the file."""
     with zipfile.ZipFile(path) as f:
         if any(part.compress_type for part in f.infolist()) or f.testzip():

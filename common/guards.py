@@ -20,7 +20,7 @@ def logp_error(mean, largest, dtype):
 
 
 def not_finite(setup, advantages, logps):
-    """Says what is not finite, the cause before its effects, and what to do. advantages, logps: how
+    """Say what is not finite, the cause before its effects, and what to do. advantages, logps: how
     many of them are not."""
     # a step with such moments has spoilt the weights, too
     states = setup.optimizer.state.values()

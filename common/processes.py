@@ -33,7 +33,7 @@ def all_reduce(tensors):
 
 
 def sum_gradients(parameters):
-    """Sums .grad over the processes, in place."""
+    """Sum .grad over the processes, in place."""
 
 
 def rank0_first():
@@ -42,7 +42,7 @@ def rank0_first():
 
 
 def join():
-    """Joins the processes that torchrun started."""
+    """Join the processes that torchrun started."""
 
 
 def leaving():

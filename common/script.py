@@ -166,7 +166,7 @@ def call(main, argv, usage):
 
 
 def run_script(main, usage=None):
-    """Calls main(argv) as a command: see exit_codes.
+    """Call main(argv) as a command: see exit_codes.
 
     --help prints usage(True), or the text at the top of main's file. A command that has a usage and
     is called without arguments prints usage(False) and starts nothing.

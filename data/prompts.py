@@ -108,7 +108,7 @@ def check_row(row, where):
 
 
 def prompts_from(path, comments, cfg, tokenizer, limit):
-    """Return the prompts of at most `limit` tokens of a file's rows; else of those that
+    """The prompts of at most `limit` tokens of a file's rows; else of those that
     questions(n, seed) of the config file makes up, about n dicts with the prompt's "text" and what
     rewards ask for; else of comments."""
     # rows of a file, of a function, or of comments
@@ -142,7 +142,7 @@ def prompts_from(path, comments, cfg, tokenizer, limit):
 
 
 def load_prompts(cfg, tokenizer, splits):
-    """Return the training prompts, the evaluation prompts and the other held-out prompts, lists of
+    """The training prompts, the evaluation prompts and the other held-out prompts, lists of
     Prompt. Each has at least one token, and block_size leaves room for a completion."""
     limit = cfg.block_size - cfg.max_completion_length
     if limit < 1:
@@ -175,7 +175,7 @@ def load_prompts(cfg, tokenizer, splits):
 
 
 def draw_prompts(prompts, it, num_prompts, seed):
-    """Return the prompts of iteration it: all come once in random order, then again in another."""
+    """The prompts of iteration it: all come once in random order, then again in another."""
     # epoch after epoch, each in an order of its own
     n = len(prompts)
     epoch, first = divmod(it * num_prompts, n)
@@ -188,7 +188,7 @@ def draw_prompts(prompts, it, num_prompts, seed):
 
 
 def note_rewards(seen, prompts, batch, cfg):
-    """Adds the rewards of a Batch, group by group, to {index of its prompt: [rewards, ...]}, where
+    """Add the rewards of a Batch, group by group, to {index of its prompt: [rewards, ...]}, where
     a function `choose` asks for them."""
     if "choose" not in cfg.functions:
         return
@@ -199,7 +199,7 @@ def note_rewards(seen, prompts, batch, cfg):
 
 
 def choose_prompts(prompts, seen, it, cfg):
-    """Return the prompts that the config file's `choose` picks for iteration `it`. It returns
+    """The prompts that the config file's `choose` picks for iteration `it`. It returns
     num_prompts indices, and is given, as far as it names them,
 
         prompts     [text], all prompts to train on

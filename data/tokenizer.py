@@ -30,7 +30,7 @@ def load_tokenizer(vocab_size=GPT2_SIZE):
 
     A prefix of a BPE rank table is itself a valid BPE, so a small model can have a small
     vocabulary. A padded one, such as nanoGPT's 50,304, has all of GPT-2's tokens and others that no
-    text becomes. Reads only the installed package, never the network.
+    text becomes. Read only the installed package, never the network.
     """
     is_padded = GPT2_SIZE < vocab_size <= LARGEST_PADDED and vocab_size % 64 == 0
     if not (257 <= vocab_size <= GPT2_SIZE or is_padded):

@@ -64,7 +64,7 @@ class Taken(NamedTuple):
 
 
 def replay(setup, cfg, start, since, end, folder):
-    """Repeats iterations start .. end - 1 as grpo.train did -> the states before each step since
+    """Repeat iterations start .. end - 1 as grpo.train did -> the states before each step since
     iteration `since` and after the last one, (3, W) each, and these steps, S of Taken."""
     states = []
     taken = []

@@ -67,7 +67,7 @@ def logits_of(model, rows, device, batch_size=256):
 
 
 def says_nothing(text):
-    """Tell whether a text is empty, a single symbol, or has neither letter nor digit. No judge has
+    """Whether a text is empty, a single symbol, or has neither letter nor digit. No judge has
     learned to rate such texts, and any two judges disagree about them."""
     text = text.strip()
     return len(text) < 2 or not re.search(r"[^\W_]", text)

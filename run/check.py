@@ -78,7 +78,7 @@ def moved(path):
 
 
 def is_text(name, value):
-    """True for text that can be written to a file, and for a path that the machine can have."""
+    """Whether a text can be written to a file, or a path be one of this machine."""
     try:
         if name in PATHS:
             os.fsencode(value)
@@ -117,7 +117,7 @@ def what_it_must_be(name, value, hint):
 
 
 def is_run(path):
-    """Tell whether a path is the folder of a run."""
+    """Whether a path is the folder of a run."""
     content = read_json(f"{path}/config.json", missing={}) if os.path.isdir(path) else {}
     return isinstance(content, dict) and "settings" in content
 

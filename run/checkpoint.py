@@ -96,8 +96,8 @@ def pool_of(setup):
 
 
 def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
-    """Writes a checkpoint: all that the next iteration depends on, and how long the logs are.
-    Removes older ones. Raises SystemExit, and writes nothing, if a weight is not finite."""
+    """Write a checkpoint: all that the next iteration depends on, and how long the logs are.
+    Remove older ones. Raise SystemExit, and write nothing, if a weight is not finite."""
     # weights that are not finite would replace those that still are
     weights = setup.policy.state_dict()
     states = setup.optimizer.state.values()
@@ -185,7 +185,7 @@ def begin_logs(folder, cfg):
 
 
 def load_checkpoint(path, setup, cfg):
-    """Loads a checkpoint into policy, optimizer, reference, influence and the global generators
+    """Load a checkpoint into policy, optimizer, reference, influence and the global generators
     -> its content."""
     content = read_checkpoint(path)
 
@@ -221,7 +221,7 @@ def load_checkpoint(path, setup, cfg):
 
 
 def resume(folder, setup, cfg):
-    """Puts everything back as the last checkpoint has it and cuts the logs to match. -> (iterations
+    """Put everything back as the last checkpoint has it and cut the logs to match. -> (iterations
     done, tokens seen)"""
     path = newest_checkpoint(folder)
     content = load_checkpoint(path, setup, cfg)

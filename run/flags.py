@@ -20,7 +20,7 @@ def in_groups(groups, most=4):
 
 
 def has_risen(m, first):
-    """True if the reward is above that of the run's first iteration, by half of its spread: no mean
+    """Whether the reward is above that of the run's first iteration, by half of its spread: no mean
     of many completions is by chance."""
     return m["reward"] > first["reward"] + 0.5 * first["reward_std"]
 
@@ -297,7 +297,7 @@ def problems_of_evaluation(before, after, noise, logged_kl=math.nan):
 
 
 def is_slow(seconds, earlier):
-    """True if an iteration took several times the median of earlier ones."""
+    """Whether an iteration took several times the median of earlier ones."""
     return len(earlier) >= 4 and seconds > 4 * statistics.median(earlier)
 
 

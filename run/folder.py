@@ -65,7 +65,7 @@ def how_plain(path):
 
 
 def is_free(folder):
-    """True where nothing would be lost: no folder, or at most a lock, unfinished files and empty
+    """Whether nothing would be lost: no folder, or at most a lock, unfinished files and empty
     logs."""
     for name in os.listdir(folder) if os.path.lexists(folder) else []:
         is_empty_log = name in LOGS and os.path.getsize(f"{folder}/{name}") == 0

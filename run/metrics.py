@@ -209,7 +209,7 @@ def influence_metrics(found):
 
 
 class Meter:
-    """Collects the metrics of an update."""
+    """The metrics of an update, as they are collected."""
 
     def __init__(self, setup, cfg, log, check=False):
         self.setup = setup

@@ -32,7 +32,7 @@ def few_rows(setup, cfg):
 
 
 def logp_and_gradient(setup, rollout, cfg):
-    """Return the log-probs (N, T) of a rollout and the gradient (weights,) of a weighted sum of
+    """The log-probs (N, T) of a rollout and the gradient (weights,) of a weighted sum of
     them."""
     # a forward pass as setup computes it
     set_precision(setup.device, setup.dtype)

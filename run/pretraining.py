@@ -41,7 +41,7 @@ def token_stream(tokenizer, texts, limit=math.inf):
 
 
 def text_starts(stream, block_size, eot):
-    """Find where texts begin in a stream (M,), after an end token eot -> positions (S,). Leaves out
+    """Find where texts begin in a stream (M,), after an end token eot -> positions (S,). Leave out
     those that are too near the end for a window."""
     ends = (stream[:-block_size - 1] == eot).nonzero()[:, 0]
     return torch.cat([torch.tensor([0]), ends + 1])
@@ -58,7 +58,7 @@ def windows(stream, starts, num_anywhere, block_size, seed):
 
 
 def optimizers(model):
-    """Return Muon (Jordan et al. 2024) for the matrices of the blocks, since it needs fewer tokens,
+    """Muon (Jordan et al. 2024) for the matrices of the blocks, since it needs fewer tokens,
     and AdamW for all other weights."""
     matrices = [p for p in model.h.parameters() if p.ndim == 2]
     chosen = set(matrices)
@@ -113,7 +113,7 @@ def pretrain(cfg, path, texts, held_out, device):
 
 
 def get_policy(cfg, splits, device, may_train=True):
-    """Return the policy "train" on the CPU. It is pretrained at first use, into cfg.cache_dir."""
+    """The policy "train" on the CPU. It is pretrained at first use, into cfg.cache_dir."""
     if "texts" in cfg.functions:
         texts = made_up_texts(cfg, 1000, SEED)      # enough to tell them from others
         held_out = made_up_texts(cfg, 1000, SEED + 1)

@@ -10,8 +10,8 @@ from run.metrics import std
 
 
 class StepLog:
-    """Prints the numbered lines inside an iteration: memory in use, time since the last line. Each
-    line synchronises a GPU, so that times are those of finished work. on: False prints nothing."""
+    """The numbered lines inside an iteration: memory in use, time since the last line. Each
+    line synchronises a GPU, so that times are those of finished work. on: False: none."""
 
     def __init__(self, device, micro_batch_size, on):
         self.device = device

@@ -19,7 +19,7 @@ from run.report import StepLog, print_fallen, print_iteration, print_table, prin
 
 
 def is_due(done, interval):
-    """True after every `interval` iterations; 0: never."""
+    """Whether it is after every `interval` iterations; 0: never."""
     return interval > 0 and done % interval == 0
 
 
@@ -46,7 +46,7 @@ def clip_hint(metrics):
 
 
 def print_verdict(rows, cfg, metrics=()):
-    """Says whether the reward rose by cfg.expect_rise from the first evaluation to the last. Ends
+    """Say whether the reward rose by cfg.expect_rise from the first evaluation to the last. End
     the run with exit code 1 if it did not. metrics: rows of metrics.jsonl."""
     before = reward_of(rows[0], cfg)
     after = reward_of(rows[-1], cfg)
@@ -234,7 +234,7 @@ class Run:
         return all_gather([done in found])[0]
 
     def tell_wandb(self, what, *args, **kwargs):
-        """Calls a function of wandb, where that is asked for. If it fails, the run goes on."""
+        """Call a function of wandb, where that is asked for. If it fails, the run goes on."""
         if self.wandb is None:
             return
         try:
@@ -264,7 +264,7 @@ class Run:
         return {"epoch": (it + 1) * self.cfg.num_prompts / len(self.setup.prompts)}
 
     def record(self, it, batch, metrics, log):
-        """Prints the line and the warnings of an iteration and writes its logs."""
+        """Print the line and the warnings of an iteration and write its logs."""
         cfg = self.cfg
 
         # all that is known of the iteration
@@ -297,7 +297,7 @@ class Run:
             self.compare_replay(it + 1, m["reward"])
 
     def compare_replay(self, iteration, reward):
-        """Says how far the iterations that were done before the interruption, and have now been
+        """Say how far the iterations that were done before the interruption, and have now been
         repeated, are from what they were. A GPU adds in no fixed order, so tokens may differ."""
         # remember each repeated one until the last
         was = self.earlier.pop(iteration)
@@ -315,11 +315,11 @@ class Run:
               "or a reward's own random numbers have changed")
 
     def is_evaluated(self, done):
-        """True if an evaluation follows after so many iterations."""
+        """Whether an evaluation follows after so many iterations."""
         return done == self.cfg.max_iters or is_due(done, self.cfg.eval_interval)
 
     def after(self, done):
-        """Evaluates and saves, where that is due. After Ctrl-C it saves and leaves."""
+        """Evaluate and save, where that is due. After Ctrl-C save and leave."""
         cfg = self.cfg
         self.done = done
         self.mark_whole()
@@ -335,7 +335,7 @@ class Run:
             raise KeyboardInterrupt(f"saved after iteration {done}; the same command continues")
 
     def evaluate(self, iteration):
-        """Prints and logs an evaluation of the policy."""
+        """Print and log an evaluation of the policy."""
         # the same prompts and noise as before training
         measures, samples = evaluate(self.setup, self.setup.policy, self.cfg, iteration)
         values = ", ".join(f"{k} {v:.4f}" for k, v in measures.items())
@@ -350,7 +350,7 @@ class Run:
         self.tell_wandb("log", {f"eval/{k}": v for k, v in measures.items()}, step=iteration)
 
     def compare(self, before, after):
-        """Warns of what fell between two evaluations."""
+        """Warn of what fell between two evaluations."""
         cfg = self.cfg
         rows = [row | {"reward": reward_of(row, cfg)} for row in (before, after)]
         num_rows = cfg.num_eval_prompts * cfg.num_eval_generations

@@ -194,7 +194,7 @@ class Settings:
 
     @property
     def answers(self):
-        """True if an environment, or tools, answer the completions."""
+        """Whether an environment, or tools, answer the completions."""
         asked = "environment" in self.functions or bool(self.tools)
         return asked and self.max_turns > 0
 
@@ -220,7 +220,7 @@ class Settings:
 
     @property
     def has_rest(self):
-        """True if the loss has a part that influence does not score."""
+        """Whether the loss has a part that influence does not score."""
         return bool(self.kl_in_loss or self.entropy_coef or self.critic)
 
     def of_target(self):
@@ -292,7 +292,7 @@ def load_settings(argv):
 
 
 def use_functions(cfg):
-    """Refuses a function that nothing uses, and drops one that is imported; errors of the others
+    """Refuse a function that nothing uses, and drop one that is imported; errors of the others
     become one line."""
     known = (*cfg.reward_funcs, cfg.tracin_val_reward, "reward", "environment", "tools")
     for name, function in list(cfg.functions.items()):
@@ -372,7 +372,7 @@ WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "
 
 
 def assign(cfg, name, value, source):
-    """Sets cfg.name, with an int for a float and a list or one text for a tuple."""
+    """Set cfg.name, with an int for a float and a list or one text for a tuple."""
     known = types_of(name, source)
     if float in known and type(value) is int and abs(value) < 2 ** 63:
         value = float(value)

@@ -66,7 +66,7 @@ class Inputs:
 
 
 def read_inputs(cfg):
-    """Loads and checks every input before any training starts -> Inputs."""
+    """Load and check every input before any training starts -> Inputs."""
     # where and in what precision it is computed
     device = pick_device(cfg.device, cfg.threads)
     dtype = pick_dtype(cfg.dtype, device)

@@ -76,7 +76,7 @@ class OrPlain:
 
 
 def compiled_generate(device, off):
-    """Return a rollout.generate that reads single tokens with a compiled step."""
+    """A rollout.generate that reads single tokens with a compiled step."""
     how = dict(recompile_limit=LIMIT, isolate_recompiles=True)
     if device.type == "cuda":
         compiled = torch.compile(read_one, mode="reduce-overhead", dynamic=False, **how)
@@ -116,13 +116,13 @@ class Decoder:
         self.half = None        # a HalfBlocks, once autocast has asked for it
 
     def new_cache(self, S):
-        """Return an empty Cache of prompts, which is repeated in a FixedCache."""
+        """An empty Cache of prompts, which is repeated in a FixedCache."""
         cache = Cache(S)
         cache.repeat = functools.partial(self.repeat, cache)
         return cache
 
     def repeat(self, prompts, n, S):
-        """Return a FixedCache with n copies of each sequence of a Cache and room for S tokens; a
+        """A FixedCache with n copies of each sequence of a Cache and room for S tokens; a
         Cache where no FixedCache has room for them."""
         if torch.is_autocast_enabled(prompts.layers[0].device.type):
             self.half = self.half or HalfBlocks(self.model)
@@ -135,7 +135,7 @@ class Decoder:
         return fixed
 
     def with_room(self, prompts, N, S):
-        """Return the smallest FixedCache that has room for N rows of S tokens, or None. A new one,
+        """The smallest FixedCache that has room for N rows of S tokens, or None. A new one,
         if there may be one more, where that is more than twice as large as is asked for."""
         N = -(-N // BUCKET) * BUCKET
         S = -(-S // BUCKET) * BUCKET

@@ -84,7 +84,7 @@ def ended_turns(tokenizer, stop_strings, r, rows, t, column):
 
 
 def reaches_stop(tokenizer, ids, stop_strings):
-    """Tell whether the last of the ids completes a stop string."""
+    """Whether the last of the ids completes a stop string."""
     text = tokenizer.decode(ids)
     before = tokenizer.decode(ids[:-1])
     return any(text.count(stop) > before.count(stop) for stop in stop_strings)

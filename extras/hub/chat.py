@@ -57,7 +57,7 @@ def text_until_mark(text, where):
 
 
 def read_message(message, where):
-    """Return a message as a template may read it, without fields that are None."""
+    """A message as a template may read it, without fields that are None."""
     match message:
         case {"role": str(), "content": str()}:
             read = {name: x for name, x in message.items() if x is not None}

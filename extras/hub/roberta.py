@@ -140,7 +140,7 @@ def reading(name, labels, model):
 
 
 def find_label(name, labels, label):
-    """Return the number of the toxic label."""
+    """The number of the toxic label."""
     fitting = [i for i, text in enumerate(labels)
                if text == label or not label and text.lower() in TOXIC]
     if len(fitting) != 1:

@@ -143,7 +143,7 @@ def first_difference(found, expected):
 
 
 def check_copy(folder, fault, flags):
-    """Says whether a copy is healed: whether its run has the numbers of a healthy one."""
+    """Say whether a copy is healed: whether its run has the numbers of a healthy one."""
     if not os.path.isfile(f"{folder}/grpo.py"):
         raise BadInput(f"--check={folder}: has no grpo.py; --copy=FOLDER makes such a copy")
     flags = [f"--max_iters={CHECKED}", *flags]

@@ -46,7 +46,7 @@ FLIPS = 100_000         # random sign flips of a p-value, where there are too ma
 
 
 def read_study(path):
-    """Return the names that a study file assigns, as a namespace, with defaults filled in."""
+    """The names that a study file assigns, as a namespace, with defaults filled in."""
     values, _ = read_config(path)
     for name in NEEDED:
         if not values.get(name):
@@ -132,13 +132,13 @@ def value_on_line(points, x):
 
 
 def mean_and_error(values):
-    """Return the mean and its standard error, which is NaN for a single value."""
+    """The mean and its standard error, which is NaN for a single value."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return statistics.fmean(values), error
 
 
 def permutation_p(differences):
-    """Return the two-sided p of paired differences: the share of sign flips whose sum is at least
+    """The two-sided p of paired differences: the share of sign flips whose sum is at least
     as far from 0. All flips up to 16 differences, else random ones. The true signs are among them.
     """
     d = np.array(differences)
@@ -193,7 +193,7 @@ def summarise(study, runs):
 
 
 def point_of(row, measure):
-    """Return (sqrt(KL), log measure) of an evaluation."""
+    """(sqrt(KL), log measure) of an evaluation."""
     return math.sqrt(max(row["kl"], 0)), math.log(max(row[measure], SMALLEST))
 
 

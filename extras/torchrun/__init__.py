@@ -32,7 +32,7 @@ def shard(n, group=1):
 
 
 def join():
-    """Joins the processes that torchrun started: gloo for tensors on the CPU, NCCL for a GPU's."""
+    """Join the processes that torchrun started: gloo for tensors on the CPU, NCCL for a GPU's."""
     # now: its functions keep for good the group that they find, and AdamW would import it later
     importlib.import_module("torch.distributed.nn.functional")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -57,7 +57,7 @@ def leaving():
 
 @contextlib.contextmanager
 def or_peer_is_gone():
-    """Ends this process when another one is gone or has hung, a second later, so that torchrun
+    """End this process when another one is gone or has hung, a second later, so that torchrun
     blames that."""
     try:
         yield
@@ -99,7 +99,7 @@ def all_reduce(tensors):
 
 
 def sum_gradients(parameters):
-    """Sums .grad over the processes, in place. A process without rows contributes zeros."""
+    """Sum .grad over the processes, in place. A process without rows contributes zeros."""
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
