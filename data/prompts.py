@@ -3,7 +3,6 @@ import copy
 import json
 import operator
 import random
-import re
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from data.tokenizer import special_tokens
 
 SEED = 0                # of what a config file makes up
 NUM_QUESTIONS = 4096
-MOST_BLANKS = 500_000   # in a row; of a million tiktoken panics
 
 
 class Prompt(NamedTuple):
@@ -38,15 +36,11 @@ def starts_of(comments, cfg):
 
 
 def check_text(content, where):
-    """Raise BadInput for a lone surrogate, which JSON can hold and no file, and for blanks without
-    end."""
+    """Raise BadInput for a lone surrogate, which JSON can hold and no file."""
     try:
         json.dumps(content, ensure_ascii=False).encode()
     except (UnicodeEncodeError, TypeError, ValueError, RecursionError) as e:
         raise BadInput(f"{where} is {shown(content)}: must be text ({e})") from e
-    if isinstance(content, str) and re.search(rf"\s{{{MOST_BLANKS}}}", content):
-        raise BadInput(f"{where} has more than {MOST_BLANKS} blanks in a row, which no tokenizer "
-                       "cuts: shorten them")
 
 
 def encode_prompt(tokenizer, content, where):

@@ -1,6 +1,5 @@
 """Models in files: a policy or a judge, as its shape and weights."""
 import glob
-import math
 import os
 import re
 from dataclasses import asdict
@@ -8,7 +7,7 @@ from dataclasses import asdict
 import torch
 
 from common.files import (
-    check_kind, load_weights, load_torch, replacing, save_file, undamaged)
+    check_kind, load_weights, load_torch, save_file, undamaged)
 from common.script import BadInput, shown
 from data.tokenizer import GPT2_SIZE
 from model import GPTConfig, Policy
@@ -28,8 +27,6 @@ def rebuilt(path, shape, weights, make):
     that they compute before anything relies on it."""
     try:
         config = GPTConfig(**shape)
-        if config.n_layer > len(weights) or not all(x.is_contiguous() for x in weights.values()):
-            raise ValueError(f"{len(weights)} tensors for {config.n_layer} layers, or views")
         with torch.device("meta"):
             make(config).load_state_dict(dict(weights), assign=True)
     except (RuntimeError, TypeError) as e:
@@ -59,9 +56,7 @@ def load_gpt(path, kind="policy", make=Policy):
 
 
 def of_nanogpt(content, path):
-    """nanoGPT's checkpoint -> (shape, weights) as save_gpt writes them. Its GELU is exact, its head
-    shares the embedding's matrix; torch.compile and DistributedDataParallel put words before its
-    names, and its older versions kept the causal mask."""
+    """nanoGPT's checkpoint -> (shape, weights) as save_gpt writes them."""
     # torch.compile and DistributedDataParallel put words before its names, and its older
     # versions kept the causal mask
     weights = {}
@@ -88,22 +83,6 @@ def of_nanogpt(content, path):
         print(f"note: {path}: its {shape['vocab_size']} tokens are taken for GPT-2's first ones; "
               "of another tokenizer (nanoGPT's meta.pkl) prompts would be nonsense")
     return shape, weights
-
-
-def save_nanogpt(path, model):
-    """Write a policy as nanoGPT's sample.py reads it. BadInput where nanoGPT would compute
-    something else."""
-    c = model.config
-    args = dict(block_size=c.block_size, vocab_size=c.vocab_size, n_layer=c.n_layer,
-                n_head=c.n_head, n_embd=c.n_embd, bias=c.bias)
-    if GPTConfig(**args, exact_gelu=True) != c:
-        raise BadInput(f"{path}: nanoGPT cannot compute {c}: its GELU is exact, its head is tied; "
-                       "name a folder, which transformers opens")
-    weights = {f"transformer.{name}": x for name, x in merged_weights(model).items()}
-    weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    with replacing(path) as tmp:
-        torch.save(dict(model=weights, model_args=args | dict(dropout=0.0), iter_num=0,
-                        best_val_loss=math.inf, config={}), tmp)
 
 
 @torch.no_grad()

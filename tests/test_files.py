@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import zipfile
 
 import pytest
 import torch
@@ -85,14 +84,11 @@ def test_a_shape_that_does_not_fit_the_weights_is_one_line(tmp_path):
     path = f"{tmp_path}/odd.pt"
     model = random_gpt()
     weights = model.state_dict()
-    four_bytes = torch.zeros(1, 1).expand(10 ** 5, 32)      # which claim to be many
-    shapes = (dict(no_such_field=1), dict(n_layer=5), dict(n_layer=10 ** 7), dict(n_head=0),
+    shapes = (dict(no_such_field=1), dict(n_layer=5), dict(n_head=0),
               dict(n_embd=10 ** 6), dict(n_head=-1), dict(norm_eps="x"), dict(n_layer="2"),
               dict(vocab_size=10 ** 12), dict(local_layers=1))
-    cases = [(shape, weights) for shape in shapes]
-    cases.append((dict(block_size=10 ** 5), weights | {"wpe.weight": four_bytes}))
-    for shape, tensors in cases:
-        save_file(path, "policy", config=vars(model.config) | shape, model=tensors)
+    for shape in shapes:
+        save_file(path, "policy", config=vars(model.config) | shape, model=weights)
         assert_refused("odd.pt", load_gpt, path)
 
 
@@ -112,17 +108,6 @@ def test_a_flipped_bit_is_found(tmp_path):
             assert torch.equal(found, weights), f"byte {place}: other weights"
             silent += 1     # what nothing reads: padding, a date
     assert silent < len(places) / 2
-
-
-def test_a_compressed_file_is_refused(tmp_path):
-    path = f"{tmp_path}/a.pt"
-    save_file(path, "run", x=torch.zeros(1000))
-    with zipfile.ZipFile(path) as f:
-        parts = {name: f.read(name) for name in f.namelist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as f:     # may be a bomb
-        for name, content in parts.items():
-            f.writestr(name, content)
-    assert_refused("a.pt", load_file, path, "run")
 
 
 def test_a_planted_link_is_not_written_through(tmp_path):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import grpo
 from conftest import TINY
 from data.tokenizer import end_tokens, load_tokenizer
-from data.weights import load_gpt, merged_weights, save_nanogpt
+from data.weights import load_gpt, merged_weights
 from run.policy import load_policy
 from run.settings import load_settings
 from worlds import assert_near, assert_refused, printed, read_rows, refusal, skip_without, with_lora
@@ -131,6 +131,8 @@ def test_a_run_from_nanogpts_checkpoint_trains_it_and_its_policy_goes_out_again(
     policy, _ = load_policy(load_settings([f"--policy={out}"]))
     idx = torch.randint(V, (2, 30))
     assert (logits(policy, idx) - logits(load_gpt(path), idx)).abs().max() > 1e-3, "not trained"
+    skip_without("hub")
+    from extras.hub.export import save_nanogpt
     save_nanogpt(f"{tmp_path}/out.pt", policy)
     content = torch.load(f"{tmp_path}/out.pt", weights_only=True)
     again = NanoGPT(**content["model_args"])
@@ -155,6 +157,8 @@ def test_nanogpts_policy_leaves_as_a_published_gpt2(bias, tmp_path):
 
 
 def test_what_nanogpt_would_compute_otherwise_does_not_go_out(tmp_path):
+    skip_without("hub")
+    from extras.hub.export import save_nanogpt
     _, path = write(tmp_path / "ckpt.pt")
     policy = load_gpt(path)
     policy.config.exact_gelu = False

@@ -423,9 +423,7 @@ def test_a_damaged_run_is_refused_and_kept(what, copy_of_six, go_on):
 
 
 @pytest.mark.parametrize("change", [
-    dict(settings=[]), dict(iteration="4"), dict(num_tokens=-5), dict(iteration=-1),
-    dict.fromkeys(LOGS), dict.fromkeys(LOGS, -1), dict.fromkeys(LOGS, 0.5), dict(policy=None),
-    dict(shape=None), dict(optimizer=None),
+    dict(policy=None), dict(optimizer=None),
     dict(optimizer={"state": {0: {"step": torch.ones(())}}})], ids=str)
 def test_a_checkpoint_of_other_content_is_one_line(change, copy_of_six, noise, go_on):
     rewrite_checkpoint(copy_of_six, **change)
@@ -433,18 +431,6 @@ def test_a_checkpoint_of_other_content_is_one_line(change, copy_of_six, noise, g
     assert_refused("ckpt_000006.pt", go_on, "--max_iters=7")
     assert_refused("ckpt_000006.pt", explain.main, [str(copy_of_six), noise])
     assert snapshot(copy_of_six) == before
-
-
-def test_an_average_of_other_targets_is_refused(run_grpo, tmp_path):
-    flags = ("--tracin=reward", "--tracin_target_ema=0.5", "--save_interval=1")
-    run = tmp_path / "run"
-    run_grpo(run, *flags, "--max_iters=1")
-    known = checkpoint_of(run)["influence"]
-    average = known["average"]
-    for change in (dict(average=average[1:]), dict(average=[torch.zeros(3), *average[1:]]),
-                   dict(age=0), dict(age="1")):
-        rewrite_checkpoint(run, influence=known | change)
-        assert_refused("ckpt_000001.pt", run_grpo, run, *flags, "--max_iters=2", "--resume=True")
 
 
 def test_a_run_that_is_resumed_with_a_moving_reference_has_the_base_as_its_first(
@@ -571,7 +557,6 @@ REFUSALS = """
 --prompt_words=(30, 40) | prompts
 --num_prompts=1000000000 | num_prompts
 --out_dir={policy}/run | out_dir
---out_dir='a\x00b' | out_dir
 --wandb_project=x | wandb
 """
 

@@ -5,20 +5,21 @@
 
 LoRA is merged into the weights.
 """
+import math
 import os
 import shutil
 
 import torch
 
 from data.tokenizer import GPT2_PACKAGE
-from data.weights import merged_weights, save_nanogpt
+from data.weights import merged_weights
 from extras.hub.families import config_to_json, published, spelled_out, with_biases
 from extras.hub.files import TOKENIZER_FILES, one_line, save_tensors
 from extras.hub.policy import tokenizer_of
 from extras.hub.tokenizer import Tokenizer, gpt2_core
 from common.files import file_of_package, read_json, replacing, write_json
 from common.script import BadInput, run_script
-from model import GPT
+from model import GPT, GPTConfig
 
 
 @torch.no_grad()
@@ -95,6 +96,22 @@ def save_tokenizer(folder, tokenizer):
     write_json(os.path.join(folder, "generation_config.json"),
                ids | {"eos_token_id": list(tokenizer.end_tokens)})
     return ids
+
+
+def save_nanogpt(path, model):
+    """Write a policy as nanoGPT's sample.py reads it. BadInput where nanoGPT would compute
+    something else."""
+    c = model.config
+    args = dict(block_size=c.block_size, vocab_size=c.vocab_size, n_layer=c.n_layer,
+                n_head=c.n_head, n_embd=c.n_embd, bias=c.bias)
+    if GPTConfig(**args, exact_gelu=True) != c:
+        raise BadInput(f"{path}: nanoGPT cannot compute {c}: its GELU is exact, its head is tied; "
+                       "name a folder, which transformers opens")
+    weights = {f"transformer.{name}": x for name, x in merged_weights(model).items()}
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    with replacing(path) as tmp:
+        torch.save(dict(model=weights, model_args=args | dict(dropout=0.0), iter_num=0,
+                        best_val_loss=math.inf, config={}), tmp)
 
 
 def main(argv, load_run):
