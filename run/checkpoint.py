@@ -31,10 +31,6 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 FREE = ("out_dir", "log_micro", "wandb_project", "threads", "keep_checkpoints")
 
 
-def is_nan_or_inf(x):
-    return isinstance(x, float) and not math.isfinite(x)
-
-
 def append_rows(folder, name, rows):
     """Add rows to a log. NaN and infinity become null; other values that JSON does not know, which
     a user's columns may have, become text."""
@@ -42,7 +38,8 @@ def append_rows(folder, name, rows):
         return
     with open(f"{folder}/{name}", "a", encoding="utf-8", errors="backslashreplace") as f:
         for row in rows:
-            row = {k: None if is_nan_or_inf(v) else v for k, v in row.items()}
+            row = {k: None if isinstance(v, float) and not math.isfinite(v) else v
+                   for k, v in row.items()}
             f.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 

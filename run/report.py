@@ -1,11 +1,14 @@
-"""What a run prints: lines inside an iteration, the line of an iteration, its red flags."""
+"""
+What a run prints: lines inside an iteration, the line of an iteration, its red flags, the table of
+before and after, and the verdict.
+"""
 import math
 import time
 
 import torch
 
 from common.device import memory
-from run.flags import notes, problems, problems_of_evaluation
+from run.flags import notes, problems
 from run.metrics import std
 
 
@@ -132,7 +135,38 @@ def print_warnings(m, cfg, dtype, warned, first=None, groups=None, earlier=()):
             print(f"{what}: {text}")
 
 
-def print_fallen(before, after, noise, logged_kl):
-    """Print what is wrong in this evaluation, beside the first one: see run/flags.py."""
-    for _, text in problems_of_evaluation(before, after, noise, logged_kl):
-        print(f"WARNING: {text}")
+def reward_of(row, cfg):
+    """Weighted sum of the rewards of an evaluation; NaN where a function scored nothing, or was not
+    asked before the run was resumed. One of weight 0 counts for nothing."""
+    counted = {name: weight for name, weight in zip(cfg.reward_funcs, cfg.reward_weights) if weight}
+    found = [row.get(f"rewards/{name}") for name in counted]
+    if None in found:
+        return math.nan
+    return sum(weight * x for weight, x in zip(counted.values(), found))
+
+
+def clip_hint(metrics):
+    """Words about the clip, where it has held back more than a hundredth of the tokens. metrics:
+    rows of metrics.jsonl."""
+    names = ("clip_ratio/region_mean", "cispo_clip_ratio")
+    shares = [row[name] for row in metrics for name in names if row.get(name) is not None]
+    share = sum(shares) / max(1, len(shares))
+    if share <= 0.01:
+        return ""
+    return (f"the clip held back {share:.0%} of the tokens: lower learning_rate or widen epsilon "
+            "first; ")
+
+
+def print_verdict(rows, cfg, metrics=()):
+    """Say whether the reward rose by cfg.expect_rise from the first evaluation to the last. End
+    the run with exit code 1 if it did not. metrics: rows of metrics.jsonl."""
+    before = reward_of(rows[0], cfg)
+    after = reward_of(rows[-1], cfg)
+    if after - before >= cfg.expect_rise:
+        print(f"verdict: works, the reward rose from {before:.3f} to {after:.3f}")
+        return
+    raise SystemExit(
+        f"verdict: does not work, the reward went from {before:.3f} to {after:.3f} where it must "
+        f"rise by {cfg.expect_rise:g}; {clip_hint(metrics)}"
+        "`python -m pytest tests/test_algorithm.py` names classic mistakes, --debug_step=True "
+        "prints every number of a step")

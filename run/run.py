@@ -13,51 +13,16 @@ from run.checkpoint import (
     append_rows, begin_logs, random_state, resume, save_checkpoint, set_random_state,
     write_run_config)
 from run.evaluation import evaluate
+from run.flags import problems_of_evaluation
 from run.folder import claimed_folder
 from run.metrics import batch_metrics, rollout_toxicity
-from run.report import StepLog, print_fallen, print_iteration, print_table, print_warnings
+from run.report import (
+    StepLog, print_iteration, print_table, print_verdict, print_warnings, reward_of)
 
 
 def is_due(done, interval):
     """Whether it is after every `interval` iterations; 0: never."""
     return interval > 0 and done % interval == 0
-
-
-def reward_of(row, cfg):
-    """Weighted sum of the rewards of an evaluation; NaN where a function scored nothing, or was not
-    asked before the run was resumed. One of weight 0 counts for nothing."""
-    counted = {name: weight for name, weight in zip(cfg.reward_funcs, cfg.reward_weights) if weight}
-    found = [row.get(f"rewards/{name}") for name in counted]
-    if None in found:
-        return math.nan
-    return sum(weight * x for weight, x in zip(counted.values(), found))
-
-
-def clip_hint(metrics):
-    """Words about the clip, where it has held back more than a hundredth of the tokens. metrics:
-    rows of metrics.jsonl."""
-    names = ("clip_ratio/region_mean", "cispo_clip_ratio")
-    shares = [row[name] for row in metrics for name in names if row.get(name) is not None]
-    share = sum(shares) / max(1, len(shares))
-    if share <= 0.01:
-        return ""
-    return (f"the clip held back {share:.0%} of the tokens: lower learning_rate or widen epsilon "
-            "first; ")
-
-
-def print_verdict(rows, cfg, metrics=()):
-    """Say whether the reward rose by cfg.expect_rise from the first evaluation to the last. End
-    the run with exit code 1 if it did not. metrics: rows of metrics.jsonl."""
-    before = reward_of(rows[0], cfg)
-    after = reward_of(rows[-1], cfg)
-    if after - before >= cfg.expect_rise:
-        print(f"verdict: works, the reward rose from {before:.3f} to {after:.3f}")
-        return
-    raise SystemExit(
-        f"verdict: does not work, the reward went from {before:.3f} to {after:.3f} where it must "
-        f"rise by {cfg.expect_rise:g}; {clip_hint(metrics)}"
-        "`python -m pytest tests/test_algorithm.py` names classic mistakes, --debug_step=True "
-        "prints every number of a step")
 
 
 def sample_row(it, batch, i, cfg):
@@ -355,7 +320,8 @@ class Run:
         rows = [row | {"reward": reward_of(row, cfg)} for row in (before, after)]
         num_rows = cfg.num_eval_prompts * cfg.num_eval_generations
         noise = self.first["reward_std"] * math.sqrt(2 / num_rows)      # of the difference
-        print_fallen(*rows, noise, self.logged_kl())
+        for _, text in problems_of_evaluation(*rows, noise, self.logged_kl()):
+            print(f"WARNING: {text}")
 
     def logged_kl(self):
         """The greatest KL of the iterations so far. NaN: an evaluation's KL is to another model, of

@@ -11,8 +11,7 @@ from grpo import Loss
 from run import report
 from common.supervised import Progress
 from run.flags import notes, problems, problems_of_evaluation
-from run.report import StepLog, print_iteration, print_warnings
-from run.run import print_verdict, reward_of
+from run.report import StepLog, print_iteration, print_verdict, print_warnings, reward_of
 from run.settings import Settings
 from worlds import printed, refusal
 

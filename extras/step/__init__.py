@@ -19,7 +19,7 @@ from run.checkpoint import load_checkpoint, newest_checkpoint
 from run.evaluation import evaluate
 from run.flags import problems, problems_of_evaluation
 from run.metrics import batch_metrics, std
-from run.run import reward_of
+from run.report import reward_of
 
 
 def start_of(argv, setup, cfg):
