@@ -39,7 +39,7 @@ def why_not_continued(folder, cfg):
     if not done and os.path.exists(metrics) and os.path.getsize(metrics) > 0:
         return "holds a run without a checkpoint"
 
-    # --resume=True: other settings are meant, but other weights would not fit
+    # with --resume=True settings may differ, as long as the weights fit
     if done and cfg.resume:
         return f"holds a run of another policy ({in_words(fixed)})" if fixed else ""
 

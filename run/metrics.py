@@ -311,7 +311,7 @@ class Meter:
         if self.cfg.tracin != "off":
             metrics["tracin/empty_steps"] = self.num_empty
 
-        # sums over micro-batches, means over steps
+        # the parts of the loss: sums over micro-batches, means over steps
         for name, total in summed(all_gather([on_cpu(self.losses)])).items():
             metrics[name] = float(total / max(1, self.num_begun))
         metrics["grad_norm"] = sum(self.grad_norms) / max(1, num_steps)
@@ -370,7 +370,7 @@ def metrics_of_all(everything, cfg):
     """Metrics of all that the policy has written, also of what is not learned from."""
     rollout = everything.rollout
 
-    # what was written, and what is known of it
+    # where all functions abstained there is no reward; loss is on what the policy wrote
     known = everything.rewards[~everything.rewards.isnan()]
     if len(known) == 0:
         known = torch.full((1,), math.nan)

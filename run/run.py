@@ -252,7 +252,7 @@ class Run:
         groups = batch.rewards.view(-1, cfg.num_generations)
         print_warnings(m, cfg, self.setup.dtype, self.warned, self.first, groups, self.seconds)
 
-        # its rows
+        # and what is kept of it: a row of metrics, a row for each completion
         self.seconds.append(seconds)
         self.kls += [m["kl"]] if "kl" in m else []
         append_rows(self.folder, "metrics.jsonl", [m])
