@@ -422,6 +422,12 @@ MISTAKES = [
 
     # test_debug_step.py
     *of("extras/step/__init__.py",
+        "test_debug_step.py::test_faults_can_be_seen_in_the_columns",
+        ("the reference's column is from before the update",
+         "grpo.reference_logprobs(setup, batch.rollout[[row]], cfg)[0]", "batch.ref_logp[row]"),
+        ("the trainer's column is the sampler's", "return loss.logp[0].detach(), gradient[0]",
+         "return batch.rollout.logp[row], gradient[0]")),
+    *of("extras/step/__init__.py",
         "test_debug_step.py::test_rewards_and_divisor_give_the_advantages",
         ("the divisor of a group for that of the batch", '"batch": std(rewards) + 1e-4',
          '"batch": None'),

@@ -84,10 +84,17 @@ def debug_step(argv, setup, cfg):
 
 def print_batch(phase, striking, setup, cfg, batch):
     """The phases of the rollout. striking: {why: row} of the rows to show in full."""
-    phase(f"rollout: {cfg.num_prompts} prompts x {cfg.num_generations}; the log-prob behind each "
-          "token of the best and of the worst completion")
+    phase(f"rollout: {cfg.num_prompts} prompts x {cfg.num_generations}; the log-probs of the best "
+          "and of the worst completion, token by token")
+    print("  sampler and trainer have the same weights, so the same log-probs; gradient: of the "
+          "loss, by the\n  trainer's, below 0 where a step makes the token likelier")
     for what, row in striking.items():
+        logp, gradient = trainer_of(row, setup, batch, cfg)                         # (T,)
         print_completion(what, row, setup, batch)
+        print_tokens(row, setup, batch, {
+            "sampler": batch.rollout.logp[row], "trainer": logp,
+            "reference": None if batch.ref_logp is None else batch.ref_logp[row],
+            "gradient": gradient})
     phase("rewards, by function")
     print_scores(batch, cfg)
     phase("advantages")
@@ -129,25 +136,39 @@ def print_measures(measures, before=None):
         print(f"  {name:28} {x:10.4f}{change}")
 
 
+def trainer_of(row, setup, batch, cfg):
+    """What the loss makes of a row -> log-probs (T,) of its tokens, gradient (T,) by these."""
+    rows = torch.tensor([row], device=setup.device)
+    step = grpo.Step(0, rows, len(batch.loss_mask), int(batch.loss_mask.sum()))
+    loss = grpo.loss_of(setup, setup.policy, batch, rows, step, cfg)
+    gradient, = torch.autograd.grad(loss.total, loss.logp)
+    return loss.logp[0].detach(), gradient[0]
+
+
 def print_completion(what, row, setup, batch):
-    """Tokens of a row, each with its log-prob, behind a slash that of the reference."""
-    rollout = batch.rollout[row]
-    T = int(rollout.completion_mask.sum())
-    ids = rollout.tokens[-len(rollout.completion_mask):][:T].tolist()
-    words = []
-    for t, token in enumerate(ids):
-        number = "environment"
-        if rollout.sampled_mask[t]:
-            number = f"{rollout.logp[t]:.2f}"
-            if batch.ref_logp is not None:
-                number += f"/{batch.ref_logp[row, t]:.2f}"
-        words.append(f"{setup.tokenizer.decode([token])!r} {number}")
-    print(f"  {what}: row {row}, reward {batch.rewards[row]:.4f}, advantage "
-          f"{batch.row_advantages[row]:+.4f}, log-prob {sum_of(batch.rollout.logp, row, batch)}")
+    """A row in words, with its numbers."""
+    of_reference = ""
     if batch.ref_logp is not None:
-        print(f"    log-prob of the reference {sum_of(batch.ref_logp, row, batch)}; below "
-              "policy/reference")
-    print(f"    {batch.prompts[row].text!r} -> " + " ".join(words))
+        of_reference = f", of the reference {sum_of(batch.ref_logp, row, batch)}"
+    print(f"  {what}: row {row}, reward {batch.rewards[row]:.4f}, advantage "
+          f"{batch.row_advantages[row]:+.4f}, log-prob {sum_of(batch.rollout.logp, row, batch)}"
+          + of_reference)
+    print(f"    {batch.prompts[row].text!r} -> {batch.completions[row]!r}")
+
+
+def print_tokens(row, setup, batch, columns):
+    """The tokens of a row, a line each: whether it carries loss, and its number in each column,
+    {name: (T,) or None}."""
+    columns = {name: x for name, x in columns.items() if x is not None}
+    rollout = batch.rollout[row]
+    ids = rollout.tokens[-len(rollout.completion_mask):][rollout.completion_mask].tolist()
+    print(f"    {'token':20}{'loss':>4}" + "".join(f"{name:>11}" for name in columns))
+    for t, token in enumerate(ids):
+        numbers = "  environment"
+        if rollout.sampled_mask[t]:
+            numbers = "".join(f"{x[t]:11.4g}" for x in columns.values())
+        loss = "yes" if batch.loss_mask[row, t] else "no"
+        print(f"    {setup.tokenizer.decode([token])!r:20}{loss:>4}{numbers}")
 
 
 def sum_of(logp, row, batch):
@@ -289,9 +310,15 @@ def print_moved(setup, cfg, batch, old, striking):
             d = (batch.ref_logp - x)[mask]
             kls.append(float((d.expm1() - d).mean()))
         print(f"  KL to the reference on these tokens (k3): {kls[0]:.6f} -> {kls[1]:.6f}")
+        print("  the reference below is that of now: it must have the log-probs that it had above")
     for what, row in striking.items():
         print(f"  {what} completion, row {row}, advantage {batch.row_advantages[row]:+.4f}: "
               f"log-prob {sum_of(batch.rollout.logp, row, batch)} -> {sum_of(logp, row, batch)}")
+        reference = None
+        if cfg.beta:
+            reference = grpo.reference_logprobs(setup, batch.rollout[[row]], cfg)[0]    # (T,)
+        print_tokens(row, setup, batch, {
+            "sampler": batch.rollout.logp[row], "trainer": logp[row], "reference": reference})
 
 
 def flags_of(m, before, after, batch, setup, cfg):

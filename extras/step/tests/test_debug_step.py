@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+import grpo
+from rollout import completion_logprobs
 from worlds import read_rows, skip_without
 
 NO_JUDGE = ("--judge=None", "--eval_judge=None")
@@ -109,6 +111,70 @@ def test_rewards_of_its_evaluations_are_those_of_the_run(run_grpo, taken_apart, 
     assert 300 < after < 400
 
 
+def tables(text):
+    """The tables of tokens in a phase: of each completion a list of {column: text}."""
+    found = []
+    for block in text.split("    token ")[1:]:
+        title, *lines = block.splitlines()
+        names = title.split()                                   # loss, then of numbers
+        cells = [re.search(r" (yes|no) +-?\d.*", line) for line in lines]
+        found.append([dict(zip(names, cell[0].split())) for cell in cells if cell])
+    return found
+
+
+def column(table, name):
+    return [float(row[name]) for row in table]
+
+
+def test_tokens_have_the_log_probs_of_sampler_trainer_and_reference(taken_apart):
+    """Which are the same model before the update. After it the trainer alone is another."""
+    out = taken_apart("--beta=0.1", "--temperature=0.7", "--learning_rate=1e-3",
+                      "--scale_rewards=none")
+    before = tables(part_of(out, "rollout"))
+    after = tables(part_of(out, "moved"))
+    totals = re.findall(r"log-prob (\S+), of the reference (\S+)$", out, re.M)[:2]
+    assert len(before) == len(after) == len(totals) == 2, "the best and the worst completion"
+    for old, new, sums, sign in zip(before, after, totals, (-1, 1)):
+        assert {row["loss"] for row in old} == {"yes"}
+        sampler = column(old, "sampler")
+        assert [sum(sampler)] * 2 == pytest.approx([float(x) for x in sums], abs=1e-2)
+        assert column(old, "trainer") == pytest.approx(sampler, 1e-3, 1e-5)
+        assert column(old, "reference") == pytest.approx(sampler, 1e-3, 1e-5)
+        assert all(sign * x > 0 for x in column(old, "gradient")), "the step goes the wrong way"
+        assert column(new, "sampler") == sampler
+        assert column(new, "reference") == column(old, "reference"), "the reference has moved"
+        assert column(new, "trainer") != pytest.approx(sampler, 1e-3), "the trainer has not moved"
+
+
+def test_tokens_without_loss_are_marked(taken_apart):
+    """And have no gradient."""
+    out = taken_apart("--beta=0.1", "--max_completion_length=3",
+                      "--mask_truncated_completions=True", "--micro_batch_size=2")
+    rows = sum(tables(part_of(out, "rollout")), [])
+    assert "no" in {row["loss"] for row in rows}, "no completion was truncated"
+    for row in rows:
+        assert row["loss"] == "yes" or float(row["gradient"]) == 0, row
+
+
+def test_faults_can_be_seen_in_the_columns(taken_apart, monkeypatch):
+    """A trainer that leaves the temperature out; a reference that learns, too."""
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "completion_logprobs",
+                      lambda model, rollout, temperature, *more: completion_logprobs(
+                          model, rollout, 1.0, *more))
+        patch.setattr(grpo, "check_ratio", lambda meter, setup: None)
+        out = taken_apart("--temperature=0.5")
+    best = tables(part_of(out, "rollout"))[0]
+    assert column(best, "trainer") != pytest.approx(column(best, "sampler"), abs=0.01)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "reference_logprobs", lambda setup, rollout, cfg: completion_logprobs(
+            setup.policy, rollout, cfg.temperature).detach())
+        out = taken_apart("--beta=0.1", "--learning_rate=1e-3")
+    best = tables(part_of(out, "moved"))[0]
+    assert column(best, "reference") == column(best, "trainer")
+
+
 def test_gradient_norms_before_and_after_clipping(taken_apart):
     text = part_of(taken_apart("--max_grad_norm=0.01"), "gradient norms")
     *layers, total = text.strip().split("\n")[1:]
@@ -167,5 +233,6 @@ def test_environment_tokens_are_printed_as_such(taken_apart, tmp_path):
     skip_without("environment")
     (tmp_path / "answers.py").write_text(ANSWERED)
     out = taken_apart(tmp_path / "answers.py", *NO_JUDGE, "--max_completion_length=16")
-    assert re.search(r"' of' environment|'course' environment|environment '", out), out
-    assert "' of' 0.00" not in out
+    lines = re.findall(r"^    (?:' of'|' course'|'course') .*", out, re.M)
+    assert any("environment" in line for line in lines), out
+    assert all(" no " in line for line in lines if "environment" in line), "it carries loss"
