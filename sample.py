@@ -26,15 +26,20 @@ from run.sampling import sample_completions
 def speak(setup, policy, cfg, prompt, num, chat=False, iteration=0):
     """Sample completions of a prompt, always the same ones -> (completions, {name: scores}).
     iteration: how many the policy has learned from, for rewards that ask."""
+    # the prompt in ids, as a chat if that is asked for
     content = [{"role": "user", "content": prompt}] if chat else prompt
     _, ids = encode_prompt(setup.tokenizer, content, f"--prompt with --chat={chat}")
     asked = Prompt(prompt, ids, {"text": prompt})
+
+    # always the same completions of the same prompt
     seed = seed_for(cfg.seed, "speak", prompt)
     try:
         samples = sample_completions(
             setup, policy, [asked], replace(cfg, num_generations=num), seed)
     except ValueError as e:     # an empty or overlong prompt
         raise BadInput(f"{prompt[:40]!r}: {e}") from e
+
+    # scored by the judges, then by the config file's rewards
     completions = samples.texts
     scores = {name: torch.sigmoid(judge(completions)).tolist()
               for name, judge in setup.judges.items()}
@@ -77,10 +82,14 @@ def main(argv):
     setup = prepare(cfg, read_inputs(cfg), may_train=False)
     iteration = load_checkpoint(path, setup, cfg)["iteration"]
     print(f"{path}: after {iteration} iterations")
+
+    # the policy after training, and before it
     policies = {f"after {iteration} iterations": (setup.policy, iteration)}
     if own["before"]:
         policies = {"before training": (setup.base, 0)} | policies
     print("the judges' numbers are probabilities of toxic; other rewards are as they are")
+
+    # one prompt, or line by line
     if own["prompt"]:
         answer(setup, policies, cfg, own["prompt"], own)
         return

@@ -186,6 +186,7 @@ def own_flags(argv, own):
     """({name: value} of the flags in `own`, which has their defaults; all other arguments). A flag
     whose default is a bool is True or False, and True without a value; one whose default is an int
     is a whole number from 1."""
+    # its own flags have a default, whose type says what may be given
     found = dict(own)
     rest = []
     for arg in argv:

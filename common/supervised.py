@@ -14,6 +14,8 @@ def made_once(cfg, name, made_of, make, may_train):
     """Path of the file in cfg.cache_dir that is made of these values; make(path) makes it at first
     use. BadInput if it would have to now and may_train is False."""
     path = os.path.join(cfg.cache_dir, f"{name}-{key_of(made_of)}.pt")
+
+    # the name says what it is made of: a file of that name is it
     if not os.path.exists(path):
         if not may_train:
             raise BadInput(f"{path}: is missing, and this run is made of it; make it again: "

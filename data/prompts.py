@@ -48,11 +48,15 @@ def encode_prompt(tokenizer, content, where):
     logs, its ids). The ids of a text begin with the <bos> that the model's own tokenizer puts
     there. where: names the prompt in a BadInput."""
     check_text(content, where)
+
+    # a chat, in the model's own template
     if isinstance(content, list):
         if getattr(tokenizer, "chat_template", None) is None:   # only a published model has one
             raise BadInput(f"{where} is a list of messages, and this policy has no chat template: "
                            "give text, or a policy with a template")
         return tokenizer.encode_chat(content, where)
+
+    # or text as it is
     ids = tokenizer.encode_ordinary(content)
     before = getattr(tokenizer, "before_text", [])
     return content, [*before, *ids] if ids else []      # an empty prompt stays empty
@@ -85,6 +89,8 @@ def read_prompt(tokenizer, row, field, where):
     content = field_of(row, field)
     if content is None:
         raise BadInput(f"{where} is {shown(row)}: must hold the prompt as {field!r}")
+
+    # rewards ask for a chat as `messages`, for text as the column it was
     if isinstance(content, list):
         row = row | {"messages": content}
     else:

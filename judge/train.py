@@ -28,6 +28,8 @@ def named_judges(cfg, device):
         name = getattr(cfg, role)
         if name in (None, "train"):
             continue
+
+        # one judge for both is no independent check, and is loaded once
         if judges and name == cfg.judge:
             print(f"note: eval_judge is also the judge that gives the reward, {name}: it is not an "
                   "independent check")

@@ -102,10 +102,12 @@ def reference_for(policy, base, cfg):
 def settings_of(path, content=None):
     """The Settings of the run that wrote a checkpoint. content: what it holds, if it is read."""
     content = content or read_checkpoint(path)
+
+    # as far as this version has them; what is new has its default
     cfg = Settings()
     with undamaged(path):
         for name, value in content["settings"].items():
-            if name in HINTS:       # other versions may have others
+            if name in HINTS:
                 assign(cfg, name, value, path)
         check_extras(policy_extras(cfg))
     return cfg

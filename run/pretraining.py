@@ -32,6 +32,8 @@ def token_stream(tokenizer, texts, limit=math.inf):
     """Join texts in shuffled order, each followed by the end token -> about `limit` ids (M,)."""
     texts = list(texts)
     random.Random(SEED).shuffle(texts)
+
+    # ten thousand texts at a time, until there is enough
     ids = []
     while texts and len(ids) < limit:
         for text_ids in tokenizer.encode_ordinary_batch(texts[:10_000], num_threads=2):

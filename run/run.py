@@ -85,6 +85,8 @@ class Run:
         self.cfg = cfg
         self.warned = {}                        # {kind of warning: iteration it was last printed}
         self.wandb = None
+
+        # what later lines and warnings compare with
         self.began = None                       # the first iteration
         self.first = None                       # metrics of the run's first iteration
         self.first_evaluation = None
@@ -92,8 +94,12 @@ class Run:
         self.kls = []                           # of each iteration, with beta
         self.earlier = {}                       # {iteration: reward} that a resumed run repeats
         self.gaps = []                          # of the rewards of repeated iterations
+
+        # for a signal, and for what fails after it
         self.stopped = lambda: False            # whether a signal was heard
         self.done = None                        # iterations, as what is in memory has them
+
+        # a package of its own, if it is asked for
         if cfg.wandb_project and rank_and_size()[0] == 0:
             with optional("wandb"):
                 import wandb
@@ -122,9 +128,9 @@ class Run:
                 self.leave(error)
 
     def leave(self, error):
-        """After a signal something failed, since a terminal's Ctrl-C ends also the processes that a
-        reward waits for. No step was taken since the last whole iteration, unless the failure was
-        within a step: so that iteration is saved."""
+        """After a signal something failed: a terminal's Ctrl-C ends also the processes that a reward
+        waits for."""
+        # save the last whole iteration, unless a step was taken since
         if self.done is None or self.has_stepped:
             reason = "what was saved last is kept, and the same command continues"
         else:
@@ -133,6 +139,8 @@ class Run:
             self.setup.seen = self.seen
             self.save(self.done)
             reason = f"saved after iteration {self.done}; the same command continues"
+
+        # the signal ends the run; what failed meanwhile is named
         raise KeyboardInterrupt(f"{reason} (meanwhile: {shown(str(error), 120)})") from error
 
     def mark_whole(self):
@@ -342,6 +350,8 @@ class Run:
         """The table of before and after, and the verdict where one is expected."""
         if rank_and_size()[0] > 0:
             return
+
+        # the first evaluation beside the last one
         rows = read_log(f"{self.folder}/eval.jsonl")
         print_table(rows)
         print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt_*.pt",

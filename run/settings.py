@@ -362,8 +362,10 @@ def types_of(name, source=""):
         all_names = "; python grpo.py --help lists the settings"
         hint = f"; did you mean {near[0]!r}?" if near else all_names
         raise BadInput(f"{source}: there is no setting {name!r}{hint}")
+
+    # of int | None both; choices are text
     parts = typing.get_args(HINTS[name]) or (HINTS[name],)
-    found = [type(part) if isinstance(part, str) else part for part in parts]   # choices are text
+    found = [type(part) if isinstance(part, str) else part for part in parts]
     return tuple(dict.fromkeys(found))
 
 
@@ -374,10 +376,14 @@ WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "
 def assign(cfg, name, value, source):
     """Set cfg.name, with an int for a float and a list or one text for a tuple."""
     known = types_of(name, source)
+
+    # what is meant is clear: 1 for 1.0, a list for a tuple, one name for a tuple of one
     if float in known and type(value) is int and abs(value) < 2 ** 63:
         value = float(value)
     if tuple in known and type(value) in (list, str):
         value = tuple(value) if type(value) is list else (value,)     # --reward_funcs=judge
+
+    # all else must be of the type
     if type(value) not in known:
         wanted = " or ".join(WORDS[t] for t in known)
         default = getattr(Settings, name)
