@@ -218,7 +218,7 @@ def graphs_alone(device):
 
 
 def run_there(world, out_dir, device, dtype, settings):
-    """Rows of the metrics of a run. Raises where a fast path was turned off."""
+    """Rows of the metrics of a run. Raise where a fast path was turned off."""
     shutil.rmtree(world.path(out_dir), ignore_errors=True)
     flags = flags_of(world, out_dir, device, dtype, settings)
     with graphs_alone(torch.device(device)):
@@ -344,7 +344,7 @@ def prepared(folder, device):
 
 
 def try_parts(device, names=""):
-    """Do the parts whose names hold `names` -> [Part]. Says which one is at work."""
+    """Do the parts whose names hold `names` -> [Part]. Say which one is at work."""
     threads = torch.get_num_threads()
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -383,7 +383,7 @@ def about(device):
 
 
 def print_card(device, parts, lines):
-    """The block: machine, parts, tokens/s. Ends with exit code 1 if a part failed."""
+    """Print the block: machine, parts, tokens/s. End with exit code 1 if a part failed."""
     bad = [part.name for part in parts if part.said != "ok" and "not there" not in part.said]
     absent = [part.name for part in parts if "not there" in part.said]
     print("\n----- card: paste from here -----")

@@ -58,7 +58,7 @@ def merged_tensors(model, family):
 
 
 def write_tokenizer(folder, source):
-    """Write the tokenizer's files. Returns the ids of special tokens as config.json has them."""
+    """Write the tokenizer's files -> the ids of special tokens as config.json has them."""
     if not isinstance(source, str):     # GPT-2's
         core = own_core(source.n_vocab)
         names = dict.fromkeys(("bos_token", "eos_token"), core.id_to_token(source.eot_token))
