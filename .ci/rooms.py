@@ -1,5 +1,5 @@
 """
-Deletes extras in a copy of the project and compares what is left with the whole.
+Delete extras in a copy of the project and compare what is left with the whole.
 
     python .ci/rooms.py                  # each extra, then all of them: some minutes each
     python .ci/rooms.py critic all       # these

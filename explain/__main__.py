@@ -1,5 +1,5 @@
 """
-Explains a run: which of the rollouts it was trained on made it better at what it was trained for,
+Explain a run: which of the rollouts it was trained on made it better at what it was trained for,
 and which words of them. Prints it and writes account.html into the run's folder.
 
     python tracin.py out/toxicity                       # the reward on held-out prompts

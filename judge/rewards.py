@@ -1,4 +1,4 @@
-"""Calls reward functions, the judge's and those of a config file, and environments.
+"""Call reward functions, the judge's and those of a config file, and environments.
 
 A mistake in a user's function ends in one line that names the function and an example.
 """

@@ -1,5 +1,5 @@
 """
-Measures what an iteration costs, and whether the fast paths hold on this machine.
+Measure what an iteration costs, and whether the fast paths hold on this machine.
 
     python -m extras.bench config/toxicity.py          # seconds, tokens/s, memory, a card
     python -m extras.bench config/toxicity.py vs --tracin=self vs --compile=True     # in turns

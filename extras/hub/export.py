@@ -1,4 +1,4 @@
-"""Writes the policy of a run, or of a .pt file, as a folder that transformers, TRL and vLLM open.
+"""Write the policy of a run, or of a .pt file, as a folder that transformers, TRL and vLLM open.
 
     python -m extras.hub.export out/toxicity my-model
     python -m extras.hub.export out/toxicity ckpt.pt        # as nanoGPT's sample.py reads it
