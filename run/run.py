@@ -128,8 +128,8 @@ class Run:
                 self.leave(error)
 
     def leave(self, error):
-        """After a signal something failed: a terminal's Ctrl-C ends also the processes that a reward
-        waits for."""
+        """After a signal something failed: a terminal's Ctrl-C ends also the processes that a
+        reward waits for."""
         # save the last whole iteration, unless a step was taken since
         if self.done is None or self.has_stepped:
             reason = "what was saved last is kept, and the same command continues"
