@@ -8,14 +8,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from filelock import FileLock
 
 import extras.study.__main__ as studies
 from common.files import ROOT
 from extras.study.__main__ import (
     as_markdown, compare, holm, mean_and_error, permutation_p, read_study, runs_of, summarise,
     value_on_line)
-from worlds import assert_refused, printed, read_rows, refusal, seed_of, write_rows
+from worlds import assert_refused, printed, read_rows, seed_of, write_rows
 
 STUDY = """
 config = {config!r}
@@ -69,7 +68,7 @@ def test_holm_line_and_error_by_hand():
     points = [(0, 1), (1, 3), (2, 5)]
     assert value_on_line(points, 0.5) == pytest.approx(2)
     assert value_on_line(points, 4) == pytest.approx(9)
-    assert value_on_line([(0, 0), (1, 3), (2, 0)], 5) == pytest.approx(1), "least squares: slope 0"
+    assert value_on_line([(0, 0), (1, 3), (2, 0)], 5) == pytest.approx(1), "not by least squares"
     assert value_on_line([(1, 2), (1, 4)], 7) == 3, "without a slope: the mean"
     assert mean_and_error([1, 3]) == (2, 1)
     assert math.isnan(mean_and_error([1])[1])
@@ -80,7 +79,6 @@ def test_arms_are_compared_by_seed_and_corrected_together():
     shifts = {"all": 0.0, "random": -0.6, "ours": -0.3, "best": -0.9}
     logs = {arm: [shift + rng.gauss(0, 0.02) for _ in range(12)] for arm, shift in shifts.items()}
     found = compare(logs, ("all", "random"), ("ours", "best"))
-    assert len(found) == 4
     d = [ours - other for ours, other in zip(logs["ours"], logs["all"])]
     assert found["ours", "all"] == (*mean_and_error(d), 4 * permutation_p(d))
     mean, error, p = found["ours", "random"]
@@ -130,56 +128,42 @@ def test_the_table_of_made_up_runs(tmp_path):
 # runs
 
 
-def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path):
+def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path, monkeypatch):
     made.write("seeds = (1, 2)", "seeds = (1,)")
     text = printed(studies.main, [made.path, "--workers=2"])
-    assert "2 runs, 2 to make" in text and "not done" not in text, text
     folders = sorted(path for path in (tmp_path / "out/study/halves").iterdir() if path.is_dir())
     assert [path.name.rsplit("_", 1)[0] for path in folders] == ["all_seed1", "half_seed1"]
     end = read_rows(folders[0] / "eval.jsonl")[-1]
     assert f"| all | {end['eval_judge/toxicity']:.4g} ± nan |" in text
     assert (tmp_path / "out/study/halves/table.json").exists()
+    monkeypatch.setattr(studies, "ROOT", "no/where")     # no run can be made from here on
     again = printed(studies.main, [made.path])
-    assert "2 runs, 0 to make" in again
     assert again.split("# halves")[1] == text.split("# halves")[1]
     made.write("toxicity", "toxic")
-    assert "measure = 'eval_judge/toxic': is not in" in refusal(studies.main, [made.path])
+    assert_refused("eval_judge/toxic", studies.main, [made.path])
     made.write("toxic", "toxicity")
     made.write('"tracin": "reward"', '"tracin": "advantage"')
     study = read_study(made.path)
     left, = [run for run in runs_of(study, "out/study/halves")
              if not studies.evaluations_of(run, study.measure)]
     assert left.arm == "half", "an arm that was changed runs again, and no other"
-    os.mkdir(left.folder)
-    with FileLock(f"{left.folder}/.lock"):      # another study is at work there
-        assert "not done" in printed(studies.make, left)
-    assert os.listdir(left.folder) == [".lock"]
-    assert not os.path.exists(f"{left.folder}-2")
+    assert "not done" in printed(studies.make, left), "a run has failed, and nobody says so"
 
 
-# what is in the study | what is there instead | what the refusal names
-REFUSED = """
-seeds = (1, 2) | seeds = () | seeds
-seeds = (1, 2) | seeds = 24 | seeds
-"tracin": "reward" | "tracing": "reward" | --tracing
-arms = { | controls = ('al',); arms = { | 'al'
-arms = { | arms = {'../x': {}, | '../x'
-arms = { | arms = {'x': 1, | 'x'
-arms = { | few = 3; arms = { | 'few'
-"""
-
-
-def test_what_cannot_work_is_refused_before_the_first_run(made, tmp_path):
-    text = open(made.path).read()
-    for line in REFUSED.strip().splitlines():
-        old, new, name = line.split(" | ")
-        made.write(old, new)
-        assert_refused(name, studies.main, [made.path])
-        made.write(open(made.path).read(), text)
-    assert "usage" in refusal(studies.main, [made.path, "--out=x"])
-    assert "seed" in refusal(studies.main, [made.path, "--table"])
-    assert_refused("--table=1", studies.main, [made.path, "--table=1"])
+@pytest.mark.parametrize("old, new, name", [
+    ("seeds = (1, 2)", "seeds = ()", "seeds"), ("seeds = (1, 2)", "seeds = 24", "seeds"),
+    ('"tracin": "reward"', '"tracing": "reward"', "--tracing"),
+    ("arms = {", "controls = ('al',); arms = {", "'al'"), ("arms = {", "few = 3; arms = {", "'few'"),
+    ("arms = {", "arms = {'../x': {}, ", "'../x'"), ("arms = {", "arms = {'x': 1, ", "'x'")])
+def test_what_cannot_work_is_refused_before_the_first_run(old, new, name, made, tmp_path):
+    made.write(old, new)
+    assert_refused(name, studies.main, [made.path])
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_typed_wrong_is_one_line(made):
+    for flag, name in (("--out=x", "usage"), ("--table", "seed"), ("--table=1", "--table=1")):
+        assert_refused(name, studies.main, [made.path, flag])
 
 
 def test_the_runs_of_a_study_are_planned_seed_by_seed(monkeypatch):
