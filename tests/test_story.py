@@ -12,9 +12,8 @@ import torch
 
 from explain import story
 from explain import told as told_module
-from explain.account import replay
 from explain.told import TOO_FAR
-from worlds import assert_refused, printed, read_rows, refusal, skip_without
+from worlds import assert_refused, printed, read_rows, skip_without
 
 explain = importlib.import_module("explain.__main__")
 accounts = importlib.import_module("explain.account")
@@ -36,48 +35,39 @@ def target(policy, tokenizer, batch):
 TIED = RULE.replace("1.0", "len(prompt) % 2")       # some prompts teach nothing
 KINDS = {
     "plain": [],
-    "self": ["--tracin=self"],
     "one backward": [
         "--tracin=advantage", "--tracin_leave_one_out=True", "--tracin_adam=True", "--top_k=20",
         "--lora_rank=2", "--num_iterations=2", "--temperature=0.8"],
     "held out": [
         "--tracin=reward", "--tracin_val_prompts=3", "--tracin_target_ema=0.8", "--beta=0.1",
         "--entropy_coef=0.01", "--ref_model_sync_steps=2"],
-    "resample": ["--zero_std_groups=resample"]}
+    "resample": ["--zero_std_groups=resample"],
+    "one checkpoint": ["--save_interval=1", "--keep_checkpoints=1"]}
 ASKED = ["--prompt=you are", "--completion= green"]
+FAST = "--hessian=False"
 NUMBER = "[+-][0-9.]+"
 
 
 @pytest.fixture(scope="module")
 def run(run_grpo, tmp_path_factory):
-    """run(name of KINDS), run(another name, flags): the folder of such a run, made once."""
+    """run(name of KINDS): the folder of such a run, made once."""
     there = tmp_path_factory.mktemp("told")
     (there / "rule.py").write_text(RULE)
     (there / "tied.py").write_text(TIED)
 
     @functools.cache
-    def make(name, *flags):
+    def make(name):
         folder = there / name
         if name == "one backward":
             skip_without("lora")
         rule = "tied.py" if name == "resample" else "rule.py"
-        run_grpo(folder, there / rule, "--max_iters=4", *KINDS.get(name, flags))
+        run_grpo(folder, there / rule, "--max_iters=4", *KINDS[name])
         return str(folder)
 
     return make
 
 
 def told(folder, *flags):
-    """What the account prints, and the numbers of its last line by name."""
-    text = printed(explain.main, [folder, f"{folder}/config.py", *flags])
-    line = re.findall("^account: .*$", text, re.M)[-1]
-    assert re.fullmatch(
-        f"account: rollouts {NUMBER}, rest {NUMBER}, together {NUMBER} nats; "
-        f"true change {NUMBER} \\([0-9.]+ % off\\)", line)
-    return text, {name: float(x) for name, x in re.findall(f"([a-z]+) ({NUMBER})", line)}
-
-
-def told_of_reward(folder, *flags):
     """What is printed, and the numbers of its last line by name."""
     text = printed(explain.main, [folder, f"{folder}/config.py", *flags])
     line = re.findall("^account: rollouts.*$", text, re.M)[-1]
@@ -95,28 +85,29 @@ def contents(folder):
             for name in os.listdir(folder) if not name.endswith(".html")}
 
 
+def page_of(folder):
+    return open(os.path.join(folder, "account.html"), encoding="utf-8").read()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_repeats_the_run_and_adds_up(run, kind):
     """To the same bits, from its start and from a checkpoint, and nothing else is left behind."""
     folder = run(kind)
     before = contents(folder)
-    asked = ["--account=True", "--parts=8"]
-    text, whole = told(folder, *asked, "--hessian=False")
-    assert "ends at other weights" not in text
+    text, whole = told(folder, "--account=True", "--parts=8", FAST)
+    assert "warning" not in text
     size = max(map(abs, whole.values()))
     assert abs(whole["together"] - whole["change"]) < TOO_FAR * size
     rows = read_rows(f"{folder}/samples.jsonl")
     said = {f"{row['prompt'][:48]!r} -> {row['completion'][:72]!r}" for row in rows}
     cards = re.findall("^  share .*?: (.*)$", text, re.M)
     assert cards and said.issuperset(cards), "a completion is under another one's prompt"
-    shown = open(os.path.join(folder, "account.html"), encoding="utf-8").read()
-    assert shown.count("<article>") == len(cards) + story.WORST
-    for since in (2, 3):        # there is a checkpoint at 2
-        text, later = told(folder, *asked, f"--since={since}")
-        assert "ends at other weights" not in text
-        assert f"iterations {since + 1} to 4" in text
-        assert "from momentum" in text, "a step since has none of the momentum from before"
-        assert abs(later["together"] - later["change"]) < TOO_FAR * size
+    assert page_of(folder).count("<article>") == len(cards) + story.WORST
+    # from a checkpoint
+    text, later = told(folder, "--account=True", "--parts=8", FAST, "--since=3")
+    assert "warning" not in text
+    assert "from momentum" in text, "a step since has none of the momentum from before"
+    assert abs(later["together"] - later["change"]) < TOO_FAR * size
     assert contents(folder) == before
 
 
@@ -130,17 +121,17 @@ def reward(prompts, completions, completion_ids, ended, iteration):
 """)
     folder = str(tmp_path / "run")
     run_grpo(folder, tmp_path / "asks.py", "--max_iters=2")
-    text, _ = told_of_reward(folder, "--hessian=False")
+    text, _ = told(folder, FAST)
     last = read_rows(f"{folder}/eval.jsonl")[-1]["rewards/reward"]
     assert curve_of(text)[-1] == pytest.approx(last, abs=.006)
 
 
-@pytest.mark.parametrize("kind", ["plain", "one backward", "held out"])
+@pytest.mark.parametrize("kind", ["plain", "one backward"])
 def test_the_held_out_reward_is_that_of_the_evaluation(run, kind):
     """Without any flag: the curve is the run's own, the parts add up, and the page says so."""
     folder = run(kind)
     before = contents(folder)
-    text, found = told_of_reward(folder)
+    text, found = told(folder)
     evaluated = {row["iteration"]: row["rewards/reward"] for row in
                  read_rows(f"{folder}/eval.jsonl")}
     curve = curve_of(text)
@@ -150,14 +141,15 @@ def test_the_held_out_reward_is_that_of_the_evaluation(run, kind):
     assert abs(found["change"] - (evaluated[4] - evaluated[0])) < 0.02
     assert abs(found["rollouts"] + found["rest"] - found["together"]) < 0.02
     assert "nats" not in text and "nan" not in text
-    shown = open(os.path.join(folder, "account.html"), encoding="utf-8").read()
-    assert "<svg" in shown and "Iteration by iteration" in shown
-    listed = "no rollouts are listed" not in text
-    assert ("<article>" in shown) == ("Shares of the tokens" in shown) == listed
+    shown = page_of(folder)
+    assert "<svg" in shown
+    assert ("<article>" in shown) == ("  share " in text)
     assert contents(folder) == before
-    assert told_of_reward(folder, "--target=reward")[1] == found
-    other = told_of_reward(folder, "--held_out=40")[0]
-    assert "40 completions of 4 held-out prompts" in other
+
+
+def test_how_many_completions_a_held_out_prompt_has_is_a_flag(run):
+    text, found = told(run("plain"), FAST)
+    assert told(run("plain"), FAST, "--target=reward", "--held_out=40")[1] != found
 
 
 def test_a_judge_and_a_function_are_explained(run_grpo, tmp_path):
@@ -166,61 +158,38 @@ def test_a_judge_and_a_function_are_explained(run_grpo, tmp_path):
     folder = f"{tmp_path}/judged"
     run_grpo(folder, config, "--max_iters=2", "--learning_rate=1e-3")
     first, last = read_rows(f"{folder}/eval.jsonl")
-    _, found = told_of_reward(folder, "--target=eval_judge", "--hessian=False")
+    _, found = told(folder, "--target=eval_judge", FAST)
     clean = first["eval_judge/toxicity"] - last["eval_judge/toxicity"]
     assert found["change"] == pytest.approx(clean, abs=2e-3 * abs(clean) + 1e-6)
-    text, found = told_of_reward(folder, "--target=target", "--hessian=False", "--parts=4")
+    text, found = told(folder, "--target=target", FAST, "--parts=4")
     policy = torch.load(f"{folder}/ckpt_000002.pt")["policy"]
     start = torch.load(f"{folder}/ckpt_000000.pt")["policy"]
     name = "ln_f.weight"
     change = float(policy[name].square().sum() - start[name].square().sum())
     assert found["change"] == pytest.approx(change, abs=0.01 * abs(change))
     assert abs(found["together"] - found["change"]) < 0.05 * abs(found["change"])
-    assert "--target=nothing: must be one of eval_judge, judge, reward, target" in refusal(
-        explain.main, [folder, f"{folder}/config.py", "--target=nothing"])
+    assert_refused(("nothing", "eval_judge", "judge", "reward", "target"), explain.main,
+                   [folder, f"{folder}/config.py", "--target=nothing"])
 
 
 def test_what_cannot_be_trusted_is_not_listed(run, monkeypatch):
+    """Effects where the run is rough, shares where the sum is far from the true change."""
     folder = run("plain")
-    monkeypatch.setattr(story, "SMOOTH", 2.0)       # as if the run were rough
-    text, _ = told(folder, *ASKED)
-    assert "The run is rough" in text and "without it" not in text and "  share " in text
-    monkeypatch.setattr(story, "SMOOTH", -2.0)
-    text, _ = told(folder, *ASKED)
-    assert "The run is smooth" in text and "without it" in text
-    monkeypatch.setattr(told_module, "USELESS", 0.0)
-    text, _ = told(folder, *ASKED)
-    assert "no rollouts are listed" in text and "  share " not in text
-    assert "The sentence" in text and "Iteration by iteration" in text
-
-
-@pytest.mark.parametrize("keep, kept", [
-    (0, [0, 1, 2, 3, 4]), (1, [3, 4]), (3, [2, 3, 4])])
-def test_it_starts_from_the_last_checkpoint_that_was_kept(run, tmp_path, monkeypatch, keep, kept):
-    """Also where a link has the name of a checkpoint."""
-    folder = run(f"keeps {keep}", "--save_interval=1", f"--keep_checkpoints={keep}")
-    names = [name for name in os.listdir(folder) if name.endswith(".pt")]
-    assert sorted(int(name[5:-3]) for name in names) == kept
-    if 1 not in kept:
-        (tmp_path / "mine.txt").write_text("mine")
-        os.symlink(tmp_path / "mine.txt", f"{folder}/ckpt_000001.pt")
-    starts = []
-
-    def watched(setup, cfg, start, *rest):
-        starts.append(start)
-        return replay(setup, cfg, start, *rest)
-
-    monkeypatch.setattr(story, "replay", watched)
-    text, _ = told(folder, *ASKED, "--since=2", "--hessian=False")
-    assert starts == [2 if 2 in kept else 0] and "ends at other weights" not in text
+    for smooth, useless, effects, shares in ((-2.0, 9.0, True, True), (2.0, 9.0, False, True),
+                                             (-2.0, 0.0, False, False)):
+        monkeypatch.setattr(story, "SMOOTH", smooth)
+        monkeypatch.setattr(told_module, "USELESS", useless)
+        text, _ = told(folder, *ASKED)
+        assert ("without it" in text) == effects
+        assert ("  share " in text) == shares
 
 
 def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch):
     folder = run("plain")
     before = contents(folder)
-    in_memory = told(folder, *ASKED, "--hessian=False")
+    in_memory = told(folder, *ASKED, FAST)
     monkeypatch.setattr(accounts, "free_memory", lambda device: 0)
-    assert told(folder, *ASKED, "--hessian=False") == in_memory
+    assert told(folder, *ASKED, FAST) == in_memory
 
     def interrupted(*rest):
         raise KeyboardInterrupt
@@ -232,52 +201,51 @@ def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch)
 
 
 def test_several_sentences_share_a_replay(run, tmp_path):
-    folder = run("plain")
-    text, _ = told(folder, "--account=True", "--hessian=False")
-    assert text.count("account: rollouts") == story.WORST
     path = tmp_path / "asked.jsonl"
     path.write_text(json.dumps(dict(prompt="the", completion=" cat")))
-    together, _ = told(folder, f"--prompts={path}", *ASKED, "--hessian=False")
+    together, last = told(run("plain"), f"--prompts={path}", *ASKED, FAST)
     assert together.count("account: rollouts") == 2 and "'the' -> ' cat'" in together
-    alone, _ = told(folder, *ASKED, "--hessian=False")
-    assert alone.splitlines()[-3] in together
+    assert told(run("plain"), *ASKED, FAST)[1] == last
 
 
-def test_refusals(run, tmp_path):
+def test_what_cannot_be_answered_is_refused_by_name(run, tmp_path):
     folder = str(tmp_path / "run")
     shutil.copytree(run("plain"), folder)
+    rows = tmp_path / "rows.jsonl"
 
-    def refuses(names, *flags, config=f"{folder}/config.py"):
-        assert_refused(names, explain.main, [folder, config, *flags])
+    def refuses(names, *flags, config=f"{folder}/config.py", of=folder):
+        assert_refused(names, explain.main, [of, config, *flags])
 
+    refuses("usage", of="--x")
     refuses("--target", *ASKED, "--target=reward")
     refuses(("--target", "reward"), "--target=judge")
+    refuses("--since", *ASKED, "--since=4")
+    refuses("'before'", *ASKED, "--before=True")        # that is for the next iteration
+    refuses("learning_rate", *ASKED, "--learning_rate=1.0")
     for flag in ("--prompt=the", "--completion=a"):
         refuses("tokens", flag)
-    refuses("'before'", *ASKED, "--before=True")        # that is for the next iteration
     refuses("32", "--prompt=the", "--completion=" + "long " * 40)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "the", "completion": ["a"]}')
-    refuses("completion", f"--prompts={rows}")
     refuses("completion", "--prompt=the", "--completion=\ud800")        # half a character
-    for prompt in ('{"a": 1}', "null"):
-        rows.write_text(f'{{"prompt": {prompt}, "completion": "a"}}')
-        refuses("sentence", f"--prompts={rows}")
-    rows.write_text("")
-    refuses(str(rows), f"--prompts={rows}")
-    for half in ("--prompt=\ud800", "--completion=\ud800"):
-        assert "\ud800" not in refusal(explain.main, [folder, f"{folder}/config.py", *ASKED, half])
-    top_k = run("one backward")
-    assert_refused("completion", explain.main, [
-        top_k, f"{top_k}/config.py", "--prompt=the", "--completion=\u20ac\u20ac"])
-    refuses("learning_rate", *ASKED, "--learning_rate=1.0")
-    harmless = ["--micro_batch_size=3", "--eval_interval=9", "--since=3", "--hessian=False"]
-    assert "account: rollouts" in told(folder, *ASKED, *harmless)[0]
-    refuses("--since", *ASKED, "--since=4")
+    for text, name in (('{"prompt": "the", "completion": ["a"]}', "completion"), ("", str(rows)),
+                       ('{"prompt": {"a": 1}, "completion": "a"}', "sentence"),
+                       ('{"prompt": null, "completion": "a"}', "sentence")):
+        rows.write_text(text)
+        refuses(name, f"--prompts={rows}")
     changed = tmp_path / "changed.py"
     changed.write_text(RULE.replace("0.1", "0.2"))
     refuses(folder, *ASKED, config=str(changed))
-    assert_refused(folder, explain.main, [folder, *ASKED])
+    assert_refused(folder, explain.main, [folder, *ASKED])      # its functions are not run unasked
+
+
+def test_a_completion_that_top_k_left_out_is_refused(run):
+    folder = run("one backward")
+    asked = ["--prompt=the", "--completion=\u20ac\u20ac"]
+    assert_refused("completion", explain.main, [folder, f"{folder}/config.py", *asked])
+
+
+def test_a_setting_that_changes_no_number_may_differ(run):
+    asked = told(run("plain"), *ASKED, FAST, "--micro_batch_size=3", "--eval_interval=9")
+    assert asked[1] == pytest.approx(told(run("plain"), *ASKED, FAST)[1], abs=1e-3)
 
 
 def test_checkpoints_of_another_run_are_seen(run, tmp_path):
@@ -297,7 +265,7 @@ def test_checkpoints_of_another_run_are_seen(run, tmp_path):
     refuses(path)
     content["policy"]["h.0.ln_1.weight"] += 1e-3
     torch.save(content, path)
-    assert "ends at other weights" in told(folder, *ASKED, "--hessian=False")[0]
+    assert "warning" in told(folder, *ASKED, FAST)[0]
     content["policy"]["h.0.ln_1.weight"] += 5
     torch.save(content, path)
     refuses("--threads=1")
