@@ -85,8 +85,8 @@ def effects_of(setup, cfg, states, taken, slopes, folder, damping, hessian=True)
 
 
 def all_effects(setup, cfg, states, taken, slope, points, folder, dampings):
-    """({damping, or PLAIN: effects (K, I, N)}, and by the completions of a prompt, {count: (1, I, N)} of the
-    reward by fewer; {count: how far its halves agree}). slope: of the sentences. points: {count:
+    """Effects (K, I, N) by damping and for PLAIN, and (1, I, N) on the reward by fewer completions
+    of a prompt; and {count: how far the halves agree}. slope: of the sentences. points: {count:
     target.Point of the reward}. Fewer, and no Hessian, are asked of the first damping alone."""
     found = {}
     agreement = {}
