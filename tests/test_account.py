@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn.utils import vector_to_parameters
 
-import explain.account
 import grpo
 import tracin
 from common.script import seed_for
@@ -16,7 +15,6 @@ from explain.target import HeldOut, Sentences, follow
 from explain.told import token_parts
 from rollout import completion_logprobs, concatenate, generate
 from worlds import TOKENIZER, forcing, number_gpt, refusal, settings, setup_of, shaken, skip_without
-
 
 
 def odd_reward(prompts, completions):
@@ -102,20 +100,6 @@ def run_of(knobs, tmp_path, iterations=ITERATIONS, **more):
     assert taken[0].it == 0, "the first iteration took no step"
     sentence = row_of([2, 3], [4, 1, 0], setup.device)
     return setup, cfg, states, taken, sentence
-
-
-def test_every_state_is_brought_to_the_cpu(tmp_path, monkeypatch):
-    """On a GPU one that stayed there would not go with the others."""
-    brought = []
-
-    def kept(x, folder):
-        brought.append(x)
-        return x
-
-    monkeypatch.setattr(explain.account, "kept", kept)
-    _, _, states, taken, _ = run_of({}, tmp_path)
-    assert len(states) == len(taken) + 1
-    assert [id(x) for x in states] == [id(x) for x in brought]
 
 
 def account_of(world, sentence, tmp_path, parts=1, **how):
@@ -265,7 +249,7 @@ def straight_error(kind, tmp_path, rate, parts=1):
     return float((found.together - course.change).norm() / found.shares.abs().sum((1, 2)).norm())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["plain", "mini-batches and passes", "lora", "environment"])
 def test_small_steps_are_a_straight_line(kind, tmp_path):
     """The sum is the true change but for the curve within a step, which falls with its square."""
     error = straight_error(kind, tmp_path, 2e-5)
@@ -280,22 +264,20 @@ def test_small_steps_are_a_straight_line(kind, tmp_path):
 # by training again
 
 
-def trained_again(setup, cfg, states, taken, sentence, it, i, factor):
-    """f and the weights at the end of the run on its own rollouts, with a factor on the loss of
-    one."""
+def trained_again(world, factors):
+    """f and the weights at the end of the run on its own rollouts, by grpo.update, with factors
+    (I, N) on their losses."""
+    setup, cfg, states, taken, sentence = world
     vector_to_parameters(states[0][0].clone(), setup.trained)       # steps are in place
     setup.optimizer.state.clear()
     cfg = replace(cfg, tracin="off")        # rollouts are weighed as they were
     for k in {k.it: k for k in taken}.values():     # the last step knows all weights
-        factors = k.batch.row_weights.clone()
-        if k.it == it:
-            factors[i] *= factor
-        batch = replace(k.batch, row_weights=factors)
+        batch = replace(k.batch, row_weights=k.batch.row_weights * factors[k.it])
         grpo.set_learning_rate(setup.optimizer, k.it, cfg)
         grpo.update(setup, batch, None, cfg, seed_for(cfg.seed, "rows", k.it))
     with torch.no_grad():
         logp = completion_logprobs(setup.policy, sentence, cfg.temperature)
-    return float(logp.sum()), flat(setup.trained).detach()
+    return float(logp.sum()), flat(setup.trained).detach().clone()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "cispo"])    # is refused
@@ -303,18 +285,21 @@ def test_the_derivative_is_that_of_training_again(kind, tmp_path):
     world = run_of(KINDS[kind], tmp_path)
     setup, cfg, states, taken, sentence = world
     _, found = account_of(world, sentence, tmp_path, damping=0.0)
-    f, theta = trained_again(setup, cfg, states, taken, sentence, 0, 0, 1.0)
-    assert (theta - states[-1][0]).abs().max() < 1e-9, "training again is another run"
     effects = found.effects[0]                                          # (iterations, N)
-    same = train_again(setup, cfg, states, taken, torch.ones_like(effects))
+    ones = torch.ones_like(effects)
+    f, theta = trained_again(world, ones)
+    assert (theta - states[-1][0]).abs().max() < 1e-9, "training again is another run"
+    same = train_again(setup, cfg, states, taken, ones)
     assert (same - states[-1][0]).abs().max() < 1e-9, "repeating its steps is another run"
     size = float(effects.abs().max())
     assert size > 0
     compared = 0
     for it in (taken[0].it, taken[-1].it):
         for i in effects[it].abs().topk(2).indices.tolist():
-            more, less = (trained_again(setup, cfg, states, taken, sentence, it, i, 1 + e)[0]
-                          for e in (1e-6, -1e-6))
+            e = torch.zeros_like(effects)
+            e[it, i] = 1e-6
+            more, _ = trained_again(world, 1 + e)
+            less, _ = trained_again(world, 1 - e)
             if abs(more - 2 * f + less) > 1e-4 * 1e-6 * size:
                 continue        # a token is at the edge of the clip range: there is no derivative
             error = abs((more - less) / 2e-6 - float(effects[it, i]))
@@ -324,24 +309,13 @@ def test_the_derivative_is_that_of_training_again(kind, tmp_path):
 
 
 def test_smoothness_is_that_of_three_trainings(tmp_path):
-    """By grpo.update on the run's own batches."""
-    setup, cfg, states, taken, _ = run_of(KINDS["mini-batches and passes"], tmp_path)
+    world = run_of(KINDS["mini-batches and passes"], tmp_path)
     z = torch.randn(ITERATIONS, 12, generator=torch.Generator().manual_seed(7))
-    ends = []
-    for size in (0.0, 0.1, 0.2):
-        vector_to_parameters(states[0][0].clone(), setup.trained)
-        setup.optimizer.state.clear()
-        for k in {k.it: k for k in taken}.values():
-            batch = replace(k.batch, row_weights=k.batch.row_weights * (1 + size * z[k.it]))
-            grpo.set_learning_rate(setup.optimizer, k.it, cfg)
-            grpo.update(setup, batch, None, cfg, seed_for(cfg.seed, "rows", k.it))
-        ends.append(flat(setup.trained).detach().clone())
-    first = ends[1] - ends[0]
-    second = ends[2] - ends[1]
-    agree = torch.where(first * second > 0, 1.0, -1.0)
-    weights = (ends[2] - ends[0]).abs()
+    start, middle, end = (trained_again(world, 1 + size * z)[1] for size in (0.0, 0.1, 0.2))
+    agree = torch.where((middle - start) * (end - middle) > 0, 1.0, -1.0)
+    weights = (end - start).abs()
     by_hand = float((agree * weights).sum() / weights.sum())
-    assert abs(smoothness(setup, cfg, states, taken, seed=7) - by_hand) < 1e-6
+    assert abs(smoothness(*world[:4], seed=7) - by_hand) < 1e-6
     assert by_hand < 1
 
 
@@ -366,18 +340,14 @@ def test_a_layer_that_is_never_used_changes_nothing(since, tmp_path):
         assert (x - y).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("kind, says", [("RAdam", "RAdam"), ("amsgrad", "amsgrad"),
-                                        ("two rates", "lr")])
-def test_an_optimizer_that_is_not_known_is_refused_by_name(kind, says, tmp_path):
+@pytest.mark.parametrize("make, says", [
+    (torch.optim.RAdam, "RAdam"), (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad"),
+    (lambda p: torch.optim.AdamW([dict(params=p[:1], lr=1.0), dict(params=p[1:])]), "lr")],
+    ids=["RAdam", "amsgrad", "two rates"])
+def test_an_optimizer_that_is_not_known_is_refused_by_name(make, says, tmp_path):
     cfg = settings(functions=odd_reward)
     setup = setup_for(cfg)
-    first, *others = setup.trained
-    if kind == "RAdam":
-        setup.optimizer = torch.optim.RAdam(setup.trained)
-    elif kind == "amsgrad":
-        setup.optimizer = torch.optim.AdamW(setup.trained, amsgrad=True)
-    else:
-        setup.optimizer = torch.optim.AdamW([dict(params=[first], lr=1.0), dict(params=others)])
+    setup.optimizer = make(setup.trained)
     before = flat(setup.trained).detach().clone()
     assert says in refusal(replay, setup, cfg, 0, 0, 1, str(tmp_path))
     assert torch.equal(before, flat(setup.trained)), "it was refused after a step"
