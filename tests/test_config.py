@@ -1,4 +1,4 @@
-"""Settings: names, types, values, files, runs. Each mistake gets one line that says what to do."""
+"""Settings: names, types, values, files, runs. Each mistake gets one line that names it."""
 import glob
 import json
 import os
@@ -15,10 +15,12 @@ from run.settings import HINTS, load_settings, types_of
 from worlds import assert_refused, command, refusal
 
 NAMES = list(HINTS)
+NUMBERS = [name for name in NAMES if {int, float} & set(types_of(name))]
 CHOICES = {name: typing.get_args(hint) for name, hint in HINTS.items()
            if typing.get_origin(hint) is typing.Literal}
+TEXTS = [name for name in NAMES if str in types_of(name) and name not in CHOICES]
 CONFIGS = sorted(path for path in glob.glob(f"{ROOT}/config/*.py")
-                 if os.path.basename(path) not in ("__init__.py", "check.py"))
+                 if os.path.basename(path) != "__init__.py")
 
 
 @pytest.fixture
@@ -35,6 +37,17 @@ def refuses(names, *argv):
     assert_refused(names, load_settings, [str(a) for a in argv])
 
 
+def refuses_each(table):
+    """Each line of a table: flags | names in the refusal, if not the setting of the first flag."""
+    for line in table.strip().splitlines():
+        flags, *names = line.split(" | ")
+        flags = flags.split(" ")
+        refuses(names or flags[0].lstrip("-").split("=")[0], *flags)
+
+
+# ------------------------------------------------------------------------------------------------
+# flags as people type them
+
 def test_every_setting_can_be_given_as_a_flag(monkeypatch):
     monkeypatch.setattr(sys.modules["run.check"], "check_extras", lambda needed: None)
     for name in NAMES:
@@ -45,19 +58,15 @@ def test_every_setting_can_be_given_as_a_flag(monkeypatch):
         assert getattr(load_settings([f"--{name}={value}"]), name) == value
 
 
-# ------------------------------------------------------------------------------------------------
-# flags as people type them
-
 FLAGS = [
     ("--lora_alpha=1e-3", 1e-3), ("--beta=1", 1.0), ("--reward_weights=[-0.5]", (-0.5,)),
     ("--reward_funcs=judge", ("judge",)), ("--prompt_words=[2, 3]", (2, 3)),
     ("--out_dir=-x", "-x"), ("--out_dir=a=b", "a=b"), ("--out_dir=7", "7"),
-    ("--out_dir=True", "True"), ("--comments=None", None), ("--comments=a b.csv", "a b.csv"),
-    ("--delta=None", None), ("--policy='a.pt'", "a.pt"), ("--tracin_adam", True),
-    ("--log_micro=FALSE", False)]
+    ("--comments=None", None), ("--comments=a b.csv", "a b.csv"), ("--policy='a.pt'", "a.pt"),
+    ("--tracin_adam", True), ("--log_micro=FALSE", False)]
 
 
-def test_flags(write):
+def test_a_flag_has_the_type_of_its_setting_and_the_last_one_counts(write):
     for flag, expected in FLAGS:
         name = flag.removeprefix("--").split("=")[0]
         found = getattr(load_settings([flag]), name)
@@ -66,89 +75,62 @@ def test_flags(write):
     assert (cfg.resume, cfg.seed, cfg.beta) == (True, 7, 0.2)
 
 
-# flags | names in the one line, where it is not the setting of the first flag that it names
-TYPED = """
+def test_what_is_typed_wrongly_is_one_line_that_names_it():
+    refuses_each("""
 --bata=1 | bata | beta
 --qqqq=1
 --functions=1
---source=x
---speed=head
 --beta
 --beta 0.1
 -beta=1
--1
 -- | --
---=3 | --=3
 nowhere.py | nowhere.py
 out/nowhere
-pytest.ini
 --max_iters=1.5
---max_iters=ten
---max_iters=None
 --max_iters=
 --seed=True
 --beta=high
---delta=x
---log_micro=None
---compile=update
---prompt_words=3
---out_dir=None
---reward_funcs=[['x']]
---reward_funcs=()
 --beta=1e400
---beta=-1e400
---seed=9223372036854775808
---threads=100000
---max_iters=1000000
---out_dir=
---prompt_words=('a','b')
+--log_micro=None
+--prompt_words=3
 --prompt_words=(5,3)
---prompt_words=(0,3)
+--out_dir=
+--reward_funcs=()
 --reward_weights=('a',)
---vocab_size=100
+--out_dir=~nobody_of_this_name/run | out_dir | ~nobody_of_this_name
+""")
+
+
+def test_settings_that_do_not_go_together_are_refused():
+    refuses_each("""
 --num_generations=1
---max_resamples=0
 --n_head=5
 --num_prompts=6 --num_generations=4 --mini_batch_size=7 | mini_batch_size | num_generations
 --num_generations=4 --decode_batch_size=3 | decode_batch_size | num_generations
---delta=1.2
 --delta=1.2 --epsilon_high=0.3 | delta | 1.3
---loss_type=cispo | epsilon_high
 --loss_type=cispo --epsilon_high=0.28 | epsilon_high
 --use_bias_correction_kl=True --kl_in=reward
 --ref_model_sync_steps=2 | ref_model_sync_steps | beta
---lora_rank=100000
---num_eval_generations=1000000000
 --multi_objective_aggregation=normalize_then_sum --kl_in=reward | kl_in
 --multi_objective_aggregation=normalize_then_sum --zero_std_groups=resample | zero_std_groups
 --critic=True --zero_std_groups=resample
 --critic=True --importance_sampling_level=sequence
 --reward_weights=(1,2)
+--reward_funcs=('judge','judge') --reward_weights=(1,2)
 --judge=None
 --judge=train:toxic
---reward_funcs=('judge','judge') --reward_weights=(1,2)
 --reward_funcs=nobody | reward_funcs | nobody
 --tracin_val_reward=nobody --tracin_val_prompts=1 | tracin_val_reward | nobody
+--tracin_val_reward=judge | tracin_val_reward | tracin_val_prompts
 --tracin=target
 --tracin_select=weigh
 --tracin=self --loss_type=bnpo --num_iterations=2 | bnpo
 --tracin=reward --tracin_leave_one_out=True --critic=True | critic
 --tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2 | tracin_leave_one_out
 --tracin_val_size=3
---tracin_val_reward=judge | tracin_val_reward | tracin_val_prompts
 --tracin=reward --tracin_val_prompts=2 --tracin_val_size=1 | tracin_val_size
 --stop_strings=('x',)
---stop_strings=(1,)
---out_dir=~nobody_of_this_name/run | out_dir | ~nobody_of_this_name
-"""
-
-
-@pytest.mark.parametrize("line", TYPED.strip().splitlines())
-def test_what_is_typed_wrongly_is_one_line_that_names_it(line):
-    flags, *names = line.split(" | ")
-    flags = flags.split(" ")
-    first = flags[0].lstrip("-").split("=")[0]
-    assert_refused(names or first, load_settings, flags)
+""")
 
 
 def test_every_range_is_checked():
@@ -156,9 +138,8 @@ def test_every_range_is_checked():
         kind = float if float in types_of(name) else int
         refuses((name, str(kind(number))), f"--{name}={kind(number)}")
 
-    for name in NAMES:
-        if {int, float} & set(types_of(name)):
-            refuses(name, f"--{name}=-1")
+    for name in NUMBERS:
+        refuses(name, f"--{name}=-1")
     for name, bound in AT_LEAST.items():
         refuses_number(name, bound - 1)
     for name, bound in AT_MOST.items():
@@ -167,48 +148,44 @@ def test_every_range_is_checked():
         refuses_number(name, 0)
     for name in BELOW_1:
         refuses_number(name, 1)
+    for name, choices in CHOICES.items():
+        refuses((name, "nonsense", *choices), f"--{name}=nonsense")
 
 
-def test_half_a_character_is_one_line():
-    """JSON, a flag and a config file can hold it; no other file and no tokenizer can."""
-    for name in NAMES:
-        if str in types_of(name) and name not in CHOICES:
-            refuses((name, "\\ud800"), f"--{name}=\ud800")
+def test_what_nothing_can_hold_is_one_line(write):
+    """Half a character, which JSON, a flag and a config file can hold, but no other file and no
+    tokenizer; a number of thousands of digits, which Python does not print."""
+    for name in TEXTS:
+        refuses((name, "\\ud800"), f"--{name}=\ud800")
     for name in ("stop_strings", "reward_funcs"):
         refuses((name, "\\ud800"), f"--{name}=('a', '\\ud800')")
+    for name in NUMBERS:
+        refuses(name, write(f"{name} = 10 ** 10000"))
+    for name in ("prompt_words", "reward_weights"):
+        refuses(name, write(f"{name} = (1, 10 ** 10000)"))
     latin = os.fsdecode(b"caf\xe9")     # a folder may have this name
     assert load_settings([f"--out_dir={latin}"]).out_dir == latin
 
 
-def test_a_number_of_thousands_of_digits_is_one_line(write):
-    for name in NAMES:
-        if {int, float} & set(types_of(name)):
-            refuses(name, write(f"{name} = 10 ** 10000"))
-    for name in ("prompt_words", "reward_weights"):
-        refuses(name, write(f"{name} = (1, 10 ** 10000)"))
+def test_no_error_line_is_long(write):
+    refuses("a.py", write(f"raise ValueError('x' * {10 ** 6})"))
+    for digits in (320, 10 ** 5):
+        refuses("beta", "--beta=" + "9" * digits)
 
 
 def test_the_home_folder_stands_for_a_tilde(monkeypatch):
     """A shell writes it where a word begins, not behind the = of a flag."""
     monkeypatch.setenv("HOME", "/home/me")
     for name in PATHS:
-        found = load_settings([f"--{name}=~/a.pt"])
-        assert getattr(found, name) == "/home/me/a.pt"
+        assert getattr(load_settings([f"--{name}=~/a.pt"]), name) == "/home/me/a.pt"
         assert getattr(load_settings([f"--{name}=./~/a.pt"]), name) == "./~/a.pt"
 
 
-def test_choices(write, tmp_path):
-    for name, choices in CHOICES.items():
-        refuses((name, "nonsense", *choices), f"--{name}=nonsense")
-        for choice in choices:
-            more = ["--epsilon_high=5"] if choice == "cispo" else []
-            if name == "tracin_val_select":
-                more = ["--tracin_val_prompts=2"]
-            if choice == "mean":
-                more = ["--judge_score=probability"]
-            if choice in ("target", "weigh"):
-                more = [write(f"def {choice}(*arguments): pass")]
-            assert getattr(load_settings([f"--{name}={choice}", *more]), name) == choice
+def test_a_bundled_file_is_found_by_its_old_name():
+    """Runs and copied config files of older versions name it in weights/."""
+    cfg = load_settings(["--policy=weights/policy.pt", "--judge=weights/judge.pt"])
+    assert (cfg.policy, cfg.judge) == ("data/policy.pt", "data/judge.pt")
+    assert load_settings(["--policy=weights/mine.pt"]).policy == "weights/mine.pt"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -227,19 +204,15 @@ FAILING = [
     ("beta = 1 / 0", "a.py"), ("raise ValueError('first\\nsecond')", "first second"),
     ("beta: 0.1", "a.py"), ("import math", "a.py"), ("beta = = 1", "a.py"),
     ("import no_such_module", "no_such_module"), ("import sys; sys.exit(3)", "a.py"),
-    ("def f():\n    f()\nf()", "a.py"), ("num_generation = 4", "num_generations"),
-    ("max_iters = 'ten'", "max_iters"), ("beta = 0.1j", "0.1j"), ("seed = 10 ** 30", "seed"),
-    ("reward_weights = (10 ** 400,)", "reward_weights"), ("beta = float('nan')", "beta"),
-    (CONSTANT.replace("reward", "rewrd").format(1), "rewrd"),
-    ("async " + CONSTANT.format(1), "reward"),
-    ("stop_strings = ('',)\ndef environment(prompts, transcripts): pass", "stop_strings"),
-    ("tools = None", "tools"), ("tools = []", "tools"),
+    ("num_generation = 4", "num_generations"), ("beta = 0.1j", "0.1j"),
+    ("beta = float('nan')", "beta"), (CONSTANT.replace("reward", "rewrd").format(1), "rewrd"),
+    ("async " + CONSTANT.format(1), "reward"), ("tools = []", "tools"),
     ("tools = {'a': len}\ndef environment(prompts, transcripts): pass", "environment")]
 
 
-@pytest.mark.parametrize("text, name", FAILING)
-def test_a_file_that_fails_is_one_line_that_names_what_fails(text, name, write):
-    refuses(name, write(text))
+def test_a_file_that_fails_is_one_line_that_names_what_fails(write):
+    for text, name in FAILING:
+        refuses(name, write(text))
 
 
 def test_files_build_on_each_other_and_functions_are_rewards(write, monkeypatch, tmp_path):
@@ -277,16 +250,12 @@ def test_what_a_users_code_does_to_torch_ends_with_it(write):
         assert torch.is_grad_enabled()
 
 
-def test_a_panic_of_a_package_is_an_error(write):
-    """Those of packages in Rust are no Exception."""
-    cfg = load_settings([write("_Panic = type('PanicException', (BaseException,), {})\n"
-                               "def texts(n, seed):\n    raise _Panic('slice index')\n")])
-    assert_refused("texts", cfg.functions["texts"], 1, 2)
-
-
-def test_a_named_function_that_raises_is_one_line(write):
-    cfg = load_settings([write("tracin = 'target'\ndef target(*a):\n    raise KeyError('x')")])
-    assert_refused("target", cfg.functions["target"], 1, 2, 3)
+def test_a_function_that_fails_is_one_line_that_names_it(write):
+    """Also by a panic of a package in Rust, which is no Exception."""
+    panic = "_Panic = type('PanicException', (BaseException,), {})\n"
+    for error in ("KeyError('x')", "_Panic('slice index')"):
+        cfg = load_settings([write(f"{panic}def texts(n, seed):\n    raise {error}\n")])
+        assert_refused("texts", cfg.functions["texts"], 1, 2)
 
 
 ANSWERED = "def environment(prompts, transcripts): pass"
@@ -309,9 +278,6 @@ def test_what_asks_for_a_folder_that_is_not_here_is_one_line(write, tmp_path, mo
         asks, asked_by, folder = line.split(" | ")
         refuses((asked_by, f"extras/{folder}"), asks if asks.startswith("--") else write(asks))
     load_settings([write(ANSWERED), "--max_turns=0"])       # nobody asks
-
-
-def test_torchrun_without_its_folder_is_one_line(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setitem(sys.modules, "extras.torchrun", None)
     assert "extras/torchrun" in refusal(runpy.run_path, f"{ROOT}/common/processes.py")
@@ -345,48 +311,29 @@ def test_functions_come_from_a_named_file_alone(write, tmp_path):
     folder = run_of(tmp_path, ["reward"])
     refuses("'reward'", folder)
     mine = write("beta = 0.9\n" + CONSTANT.format(1), "mine.py")
-    for place, reward in ((mine, 1), (write(CONSTANT.format(2), "other.py"), 2)):
-        cfg = load_settings([str(folder), place])
-        assert cfg.beta == 0.3
-        assert cfg.source == open(place).read()
-        assert cfg.functions["reward"]([], [""]) == [reward]
+    cfg = load_settings([str(folder), mine])
+    assert cfg.beta == 0.3, "the run's settings are what was trained with"
+    assert cfg.source == open(mine).read()
+    assert cfg.functions["reward"]([], [""]) == [1]
 
 
-@pytest.mark.parametrize("text", [
-    "{", "[]", "{}", '{"settings": {"speed": []}}', '{"settings": {}, "functions": [5]}',
-    "[" * 10 ** 6, '{"settings": {"seed": "x"}}'], ids=lambda text: text[:40])
-def test_a_config_json_that_is_none(text, tmp_path):
-    (tmp_path / "config.json").write_text(text)
-    refuses(str(tmp_path), tmp_path)
+def test_a_config_json_that_is_none_is_one_line(tmp_path):
+    for text in ("{", "[]", "{}", '{"settings": {"speed": []}}', "[" * 10 ** 6,
+                 '{"settings": {}, "functions": [5]}', '{"settings": {"seed": "x"}}'):
+        (tmp_path / "config.json").write_text(text)
+        refuses(str(tmp_path), tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------
 # help
 
-def test_help_names_every_setting():
+def test_help_names_every_setting_and_a_bare_command_shows_its_usage(monkeypatch, capsys):
     out = command("grpo.py", "--help")
     assert "usage: python grpo.py" in out
     for name in NAMES:
         assert f"\n{name}: " in out, f"{name} is not in the help"
-
-
-def test_without_a_config_file_the_usage_is_shown(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["grpo.py"])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(f"{ROOT}/grpo.py", run_name="__main__")
-    out = capsys.readouterr().out
-    assert "usage: python grpo.py" in out
-    assert "\nbeta: " not in out, "that is the long help"
-
-
-def test_no_error_line_is_long(write):
-    refuses("a.py", write(f"raise ValueError('x' * {10 ** 6})"))
-    for digits in (320, 10 ** 5):
-        refuses("beta", "--beta=" + "9" * digits)
-
-
-def test_a_bundled_file_is_found_by_its_old_name():
-    """Runs and copied config files of older versions name it in weights/."""
-    cfg = load_settings(["--policy=weights/policy.pt", "--judge=weights/judge.pt"])
-    assert (cfg.policy, cfg.judge) == ("data/policy.pt", "data/judge.pt")
-    assert load_settings(["--policy=weights/mine.pt"]).policy == "weights/mine.pt"
+    short = capsys.readouterr().out
+    assert "usage: python grpo.py" in short and "\nbeta: " not in short
