@@ -25,49 +25,44 @@ from worlds import WORDS, assert_refused, printed, write_rows
 gpt2 = functools.lru_cache(load_tokenizer)
 CPU = torch.device("cpu")
 
+
 # ------------------------------------------------------------------------------------------------
 # comments
 
 
-@pytest.mark.parametrize("name, text, expected", [
-    ("a.csv", 'text,is_offensive\n" a\n""""b"""" ",1\n,0\nc,0.4\nd,TRUE\n',
-     [('a "b', 1.0), ("c", 0.0), ("d", 1.0)]),
-    ("a.jsonl", '{"text": "a \\"b", "is_offensive": 0.5}\n{"text": "d", "is_offensive": true}\n'
-                '{"text": "half \\ud800 here", "is_offensive": 0}',
-     [('a "b', 1.0), ("d", 1.0), ("half ? here", 0.0)])])
-def test_comments_are_cleaned_and_labelled(name, text, expected, tmp_path):
-    (tmp_path / name).write_text(text)
-    assert load_comments(str(tmp_path / name)) == expected
+def test_comments_are_cleaned_and_labelled(tmp_path):
+    (tmp_path / "a.csv").write_text('text,is_offensive\n" a\n""""b"""" ",1\n,0\nc,0.4\nd,TRUE\n')
+    rows = [dict(text='a "b', is_offensive=0.5), dict(text="d", is_offensive=True),
+            dict(text="half \ud800 here", is_offensive=0)]
+    write_rows(tmp_path / "a.jsonl", rows)
+    assert load_comments(tmp_path / "a.csv") == [('a "b', 1.0), ("c", 0.0), ("d", 1.0)]
+    assert load_comments(tmp_path / "a.jsonl") == [
+        ('a "b', 1.0), ("d", 1.0), ("half ? here", 0.0)]
 
 
-@pytest.mark.parametrize("name, text, place", [
-    ("a.csv", "words,is_offensive\nx,1\n", "row 1"),
-    ("a.csv", "text,is_offensive\nx,1\ny,maybe\n", "row 2"),
-    ("a.csv", "text,is_offensive\nx,1.5\n", "1.5"), ("a.csv", "text,is_offensive\nx,nan\n", "nan"),
-    ("a.jsonl", '{"text": ["x"], "is_offensive": 1}', "text"),
-    ("a.jsonl", '{"text": "x", "is_offensive": 1' + "0" * 400 + "}", "row 1"),
-    ("a.csv", "text,is_offensive\n", "a.csv"), ("a.txt", "x", "is_offensive"),
-    ("a.pdf", "x", "a.pdf")], ids=lambda text: text[:40])
-def test_bad_comments_name_file_and_row(name, text, place, tmp_path):
-    (tmp_path / name).write_text(text)
-    assert_refused((name, place), load_comments, str(tmp_path / name))
+def test_bad_comments_name_file_and_row(tmp_path):
+    for name, text, place in (
+            ("a.csv", "words,is_offensive\nx,1\n", "row 1"),
+            ("a.csv", "text,is_offensive\nx,1\ny,maybe\n", "row 2"),
+            ("a.csv", "text,is_offensive\nx,1.5\n", "1.5"),
+            ("a.csv", "text,is_offensive\nx,nan\n", "nan"),
+            ("a.jsonl", '{"text": ["x"], "is_offensive": 1}', "text"),
+            ("a.jsonl", '{"text": "x", "is_offensive": 1' + "0" * 400 + "}", "row 1"),
+            ("a.csv", "text,is_offensive\n", "a.csv"), ("a.txt", "x", "is_offensive"),
+            ("a.pdf", "x", "a.pdf")):
+        (tmp_path / name).write_text(text)
+        assert_refused((name, place), load_comments, str(tmp_path / name))
 
 
-BAD_QUOTES = {"never closed": '1,"So I told him', "text behind": '1,"So I" told him',
-              "closed by a later row": '1,"So I told him\n0,fine\n0,"he left"'}
-
-
-@pytest.mark.parametrize("last", [True, False])
-@pytest.mark.parametrize("line", BAD_QUOTES.values(), ids=BAD_QUOTES)
-def test_a_quote_that_never_closes_swallows_no_rows_but_is_refused_with_its_row(
-        line, last, tmp_path):
+def test_a_quote_that_never_closes_swallows_no_rows_but_is_refused_with_its_row(tmp_path):
     """A spreadsheet would show one huge cell; half of the comments would be gone in silence."""
     path = f"{tmp_path}/a.csv"
-    rows = ["0,fine"] * 7 + [line] + ["0,fine"] * (0 if last else 7)
-    with open(path, "w") as f:
-        f.write("\n".join(["is_offensive,text", *rows]) + "\n")
-    for read in (load_comments, read_rows):
-        assert_refused(("a.csv", "row 8", "line 9"), read, path)
+    for line in ('1,"So I told him', '1,"So I" told him', '1,"So I told him\n0,fine\n0,"he left"'):
+        for behind in (0, 7):
+            rows = ["is_offensive,text", *["0,fine"] * 7, line, *["0,fine"] * behind]
+            (tmp_path / "a.csv").write_text("\n".join(rows) + "\n")
+            for read in (load_comments, read_rows):
+                assert_refused(("a.csv", "row 8", "line 9"), read, path)
 
 
 def test_quotes_that_are_written_as_they_must_be_are_read(tmp_path):
@@ -160,23 +155,23 @@ def test_prompts_from_a_file(prompts_of, tmp_path):
     assert len(splits) == 1, "the split depends on more than the text"
 
 
-@pytest.mark.parametrize("row, field", [
-    ({"prompt.text": "{}"}, "prompt.text"), ({"prompt": {"text": "{}"}}, "prompt.text"),
-    ({"prompt": {}, "prompt.text": "{}"}, "prompt.text"),
-    ({"prompt": "x", "prompt.text": "{}"}, "prompt.text"), ({"a.b": {"c": "{}"}}, "a.b.c"),
-    ({"a": {"b.c": "{}"}}, "a.b.c"), ({"a.b.c": "{}", "a": {"b": {"c": "x"}}}, "a.b.c")])
-def test_a_name_with_a_dot_is_a_column_or_a_path(row, field, prompts_of, tmp_path):
-    lines = [json.dumps(row).replace('"{}"', f'"line {i}"') for i in range(40)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    train, evaluation, _ = prompts_of(f"--prompts={tmp_path}/a.jsonl", f"--prompt_field={field}")
-    assert {text.split()[0] for text in texts(train + evaluation)} == {"line"}
+def test_a_name_with_a_dot_is_a_column_or_a_path(prompts_of, tmp_path):
+    def first_words(name, text, field):
+        (tmp_path / name).write_text(text)
+        train, evaluation, _ = prompts_of(f"--prompts={tmp_path}/{name}", f"--prompt_field={field}")
+        return {text.split()[0] for text in texts(train + evaluation)}
 
-
-def test_a_csv_with_dots_in_its_header_is_read(prompts_of, tmp_path):
+    for row, field in (
+            ({"prompt.text": "{}"}, "prompt.text"), ({"prompt": {"text": "{}"}}, "prompt.text"),
+            ({"prompt": {}, "prompt.text": "{}"}, "prompt.text"),
+            ({"prompt": "x", "prompt.text": "{}"}, "prompt.text"),
+            ({"a.b": {"c": "{}"}}, "a.b.c"), ({"a": {"b.c": "{}"}}, "a.b.c"),
+            ({"a.b.c": "{}", "a": {"b": {"c": "x"}}}, "a.b.c")):
+        lines = [json.dumps(row).replace('"{}"', f'"line {i}"') for i in range(40)]
+        assert first_words("a.jsonl", "\n".join(lines), field) == {"line"}, row
     lines = "".join(f"line {i},0.5\n" for i in range(40))
-    (tmp_path / "a.csv").write_text("prompt.text,prompt.toxicity\n" + lines)
-    train, _, _ = prompts_of(f"--prompts={tmp_path}/a.csv", "--prompt_field=prompt.text")
-    assert train[0].text.startswith("line ")
+    header = "prompt.text,prompt.toxicity\n"
+    assert first_words("a.csv", header + lines, "prompt.text") == {"line"}
 
 
 def test_prompts_that_hold_special_tokens_as_text_are_noted(prompts_of, tmp_path):
@@ -203,17 +198,16 @@ def test_prompts_of_the_evaluation_from_a_file_of_their_own(prompts_of, tmp_path
                    "--tracin_val_prompts=2")
 
 
-@pytest.mark.parametrize("name, content, place", [
-    ("a.txt", "", "a.txt"), ("a.csv", "words\nx\n", "row 1"),
-    ("a.csv", "n,text\n1,x\n2\n", "row 2"), ("a.csv", "text\na,b", "row 1"),
-    ("a.jsonl", '{"text": {"x": 1}}', "row 1"),
-    ("a.jsonl", "3", "row 1"), ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1"),
-    ("a.jsonl", '{"text": [{"role": "user", "content": "x"}]}', "chat template"),
-    ("a.pdf", "x", "a.pdf"), ("a.txt", "one", "24"), ("a.txt", "word " * 500, "24")],
-    ids=lambda text: text[:40])
-def test_bad_prompts_name_file_and_row(name, content, place, prompts_of, tmp_path):
-    (tmp_path / name).write_text(content)
-    assert_refused((name, place), prompts_of, f"--prompts={tmp_path}/{name}")
+def test_bad_prompts_name_file_and_row(prompts_of, tmp_path):
+    for name, content, place in (
+            ("a.txt", "", "a.txt"), ("a.csv", "words\nx\n", "row 1"),
+            ("a.csv", "n,text\n1,x\n2\n", "row 2"), ("a.csv", "text\na,b", "row 1"),
+            ("a.jsonl", '{"text": {"x": 1}}', "row 1"), ("a.jsonl", "3", "row 1"),
+            ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1"), ("a.pdf", "x", "a.pdf"),
+            ("a.jsonl", '{"text": [{"role": "user", "content": "x"}]}', "chat template"),
+            ("a.txt", "one", "24"), ("a.txt", "word " * 500, "24")):
+        (tmp_path / name).write_text(content)
+        assert_refused((name, place), prompts_of, f"--prompts={tmp_path}/{name}")
 
 
 def test_questions_are_the_prompts(prompts_of):
@@ -304,12 +298,11 @@ def test_a_policy_is_made_once_of_the_same_texts(made_up):
         assert len(os.listdir(cfg.cache_dir)) == policies, "a policy for each choice of texts"
 
 
-@pytest.mark.parametrize("old, new", [
-    ("return [f", "return 3, [f"), ("in range(n)]", "in range(3)]"),
-    ("randrange(10)", "randrange(0)")])
-def test_texts_that_are_none_are_one_line(old, new, made_up):
-    cfg = made_up(old, new)
-    assert_refused("texts", get_policy, cfg, get_splits(cfg), CPU)
+def test_texts_that_are_none_are_one_line(made_up):
+    for old, new in (("return [f", "return 3, [f"), ("in range(n)]", "in range(3)]"),
+                     ("randrange(10)", "randrange(0)")):
+        cfg = made_up(old, new)
+        assert_refused("texts", get_policy, cfg, get_splits(cfg), CPU)
 
 
 def test_windows_begin_where_a_text_does_or_anywhere():

@@ -1,19 +1,22 @@
 """What an evaluation measures does not depend on how many rows are computed together."""
+import math
+
 import pytest
 import torch
 
 from run import evaluation
 from run.evaluation import evaluate, perplexity_under, rows_at_once
+from run.sampling import sample_completions
 from worlds import WORD_PROMPTS, WORDS, setup_of, shaken, word_gpt, words
-
-
-def measures_of(setup, policy, cfg):
-    return evaluate(setup, policy, cfg)[0]
 
 
 def world_of(**knobs):
     cfg = words(num_eval_generations=5, **knobs)
     return setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS), cfg
+
+
+def measures_of(setup, policy, cfg):
+    return evaluate(setup, policy, cfg)[0]
 
 
 @pytest.mark.parametrize("knobs", (dict(), dict(eval_temperature=.6)))
@@ -32,19 +35,25 @@ def test_the_policy_before_training_knows_its_own_log_probs():
     """It is not asked again, and the numbers are the same."""
     setup, cfg = world_of()
     asked = []
-    handle = setup.base.register_forward_hook(lambda *given: asked.append(1))
-    for policy, times in ((word_gpt(), 0), (shaken(word_gpt(), 1e-6), 1)):
+    setup.base.register_forward_hook(lambda *given: asked.append(1))
+    for policy, is_asked in ((word_gpt(), False), (shaken(word_gpt(), 1e-6), True)):
         asked.clear()
         found = measures_of(setup, policy, cfg)
-        assert bool(asked) == bool(times)
+        assert bool(asked) == is_asked
         assert found["kl"] == pytest.approx(0, abs=1e-6)
-    handle.remove()
     setup.dtype = torch.bfloat16
     assert not evaluation.is_untrained(setup, word_gpt()), "its log-probs are those of bfloat16"
     setup, cfg = world_of()
-    batch = evaluation.sample_completions(setup, setup.base, WORD_PROMPTS, cfg, 3).rollout
-    assert perplexity_under(None, batch, cfg) == pytest.approx(
-        perplexity_under(setup.base, batch, cfg), rel=1e-5, abs=1e-6)
+    rollout = sample_completions(setup, setup.base, WORD_PROMPTS, cfg, 3).rollout
+    assert perplexity_under(None, rollout, cfg) == pytest.approx(
+        perplexity_under(setup.base, rollout, cfg), rel=1e-5, abs=1e-6)
+
+
+def test_a_perplexity_beyond_all_numbers_is_infinite():
+    setup, cfg = world_of(eval_temperature=1e-6)
+    rollout = sample_completions(setup, setup.policy, WORD_PROMPTS, cfg, 1).rollout
+    perplexity, _ = perplexity_under(setup.base, rollout, cfg)
+    assert perplexity == math.inf, "tokens that are not the likeliest ones have probability 0"
 
 
 def test_many_rows_are_sampled_together_as_far_as_memory_goes():

@@ -1,4 +1,4 @@
-"""judge/: the small scorer and its training, reward functions."""
+"""The judge, a small scorer, and its training; what a reward function gets and what it may do."""
 import copy
 import itertools
 import math
@@ -21,7 +21,7 @@ from model import GPTConfig
 from common.files import load_file
 from data.weights import save_gpt
 from run.settings import load_settings
-from worlds import assert_near, assert_refused, seed_of
+from worlds import assert_near, assert_refused, printed, seed_of
 
 CPU = torch.device("cpu")
 
@@ -29,18 +29,18 @@ CPU = torch.device("cpu")
 # ------------------------------------------------------------------------------------------------
 # the small scorer
 
-@pytest.fixture(scope="module")
-def scorer():
+def random_scorer():
     torch.manual_seed(seed_of(0))
     config = GPTConfig(vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=32, causal=False)
-    return Scorer(config).double().eval()
+    return Scorer(config).eval()
 
 
 ROWS = [[299, *range(7 * i, 7 * i + 1 + 5 * i % 23)] for i in range(12)]
 
 
 @torch.no_grad()
-def test_padding_batch_and_order_change_no_score(scorer):
+def test_padding_batch_and_order_change_no_score():
+    scorer = random_scorer().double()
     alone = torch.cat([scorer(*pad_right([row])) for row in ROWS])
     assert alone.std() > 1e-3
     idx, real = pad_right(ROWS)
@@ -53,9 +53,7 @@ def test_padding_batch_and_order_change_no_score(scorer):
 @torch.no_grad()
 def test_bfloat16_ties_no_scores():
     """Near -5, the scores of clean texts, bfloat16 has 64 numbers to 1."""
-    torch.manual_seed(seed_of(0))
-    config = GPTConfig(vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=32, causal=False)
-    scorer = Scorer(config).eval()
+    scorer = random_scorer()
     scorer.score.bias.fill_(-5.0)
     rows = [[299, *torch.randint(299, (1 + i % 23,)).tolist()] for i in range(256)]
     exact = logits_of(scorer, rows, CPU)
@@ -75,10 +73,7 @@ def test_encode_puts_the_class_token_first_cleans_and_cuts():
 def test_auc_counts_pairs_and_equal_scores_half():
     scores = torch.tensor([1.0, 2.0, 2.0, 3.0])
     assert auc(scores, torch.tensor([False, False, True, True])) == 3.5 / 4
-
-
-def test_auc_of_many_comments_needs_little_memory():
-    scores = torch.arange(200_000.0)        # all pairs are 10 ** 10
+    scores = torch.arange(200_000.0)        # 10 ** 10 pairs, which no memory holds
     assert auc(scores, scores >= 100_000) == 1
 
 
@@ -121,8 +116,8 @@ def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
         assert a == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_a_score_that_is_not_finite_names_file_and_text(scorer, tmp_path):
-    broken = Scorer(scorer.config)
+def test_a_score_that_is_not_finite_names_file_and_text(tmp_path):
+    broken = random_scorer()
     torch.nn.init.constant_(broken.score.weight, math.nan)
     save_gpt(f"{tmp_path}/judge.pt", broken, "judge")
     assert_refused(("judge.pt", "hello you"), load_judge(f"{tmp_path}/judge.pt"), ["hello you"])
@@ -170,9 +165,7 @@ ANSWERS = ["4", "8"]
 
 
 def by_column(prompts, completions, answer, level=None, *, other=5):
-    assert prompts == ["2 + 2 =", "3 + 4 ="]
-    assert level == [1, 2]
-    assert other == 5
+    assert (prompts, level, other) == (["2 + 2 =", "3 + 4 ="], [1, 2], 5)
     return [float(a == text) for a, text in zip(answer, completions)]
 
 
@@ -184,13 +177,13 @@ def by_other_names(completions, answer, **others):
 def test_a_reward_gets_prompts_completions_and_columns_by_name():
     for reward in (by_column, by_other_names, lambda completions: [x == "4" for x in completions]):
         assert score({"r": reward}, ASKED, ANSWERS).tolist() == [[1.0], [0.0]]
+    assert score({"r": by_column}, [], []).shape == (0, 1)
 
 
 def test_scores_are_columns_and_none_is_nan():
     found = score({"a": lambda completions: [1, None], "b": lambda completions: np.float32([2, 3]),
                    "c": lambda completions: torch.tensor([4, 5])}, ASKED, ANSWERS)
     assert found.nan_to_num(-1).tolist() == [[1, 2, 4], [-1, 3, 5]]
-    assert score({"r": by_column}, [], []).shape == (0, 1)
 
 
 def test_a_reward_that_returns_something_else_is_named():
@@ -236,25 +229,21 @@ def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():
                           (lambda completions, /: [], "completions"),
                           (lambda completions, colour: [], ("colour", "answer", "level", "text"))):
         assert_refused(names, score, {"r": reward}, ASKED, ANSWERS)
-    cfg = SimpleNamespace(reward_funcs=("r", "judge"), tracin_val_reward=None,
-                          functions={"r": by_column})
     later = [*ASKED * 9, Prompt("odd", [1], {"text": "odd"})]     # not among those that are tried
-    assert_refused("'odd'", try_rewards, cfg, later)
+    assert_refused("'odd'", tried, by_column, prompts=later)
 
 
 def test_what_a_reward_does_to_its_columns_stays_with_its_row():
     """Rows of one prompt are one object, and two prompts may share a list."""
     shared = ["a", "b"]
-    prompts = [Prompt("x", [1], {"text": "x", "tests": shared, "more": {"in": [1]}}),
-               Prompt("y", [1], {"text": "y", "tests": shared, "more": {"in": [1]}})]
+    prompts = [Prompt(text, [1], {"text": text, "tests": shared, "more": {"in": [1]}})
+               for text in "xy"]
     before = copy.deepcopy(prompts)
 
     def reward(prompts, completions, tests, more, completion_ids):
         found = [len(tests_of_row) + len(row["in"]) for tests_of_row, row in zip(tests, more)]
-        for column in (prompts, completions, tests, completion_ids):
-            for row in column:
-                isinstance(row, list) and row.clear()
-            column.clear()
+        for row in (*tests, *completion_ids, prompts, completions):
+            row.clear()
         for row in more:
             row["in"].append(2)
         return found
@@ -267,33 +256,33 @@ def test_what_a_reward_does_to_its_columns_stays_with_its_row():
     assert prompts == before and told["completion_ids"] == [[1], [2], [3], [4]]
 
 
-def by_group(prompts, completions):
-    """Recipes for TRL: the place in the row of eight, and a spread."""
-    lengths = np.array([len(text) for text in completions], float).reshape(-1, 8)
-    spreads = np.array([[stdev(group)] for group in lengths])
-    return ((lengths - lengths.mean(1, keepdims=True)) / spreads).ravel().tolist()
+def tried(function, prompts=ASKED, num_generations=2):
+    """Try a reward, as before training."""
+    cfg = SimpleNamespace(reward_funcs=("r",), tracin_val_reward=None,
+                          num_generations=num_generations, functions={"r": function})
+    try_rewards(cfg, prompts)
 
 
 def test_a_reward_that_compares_the_completions_of_a_prompt_passes_the_trial():
-    """Two whole groups, side by side, also where there is one prompt alone."""
-    cfg = SimpleNamespace(reward_funcs=("r",), tracin_val_reward=None, num_generations=8,
-                          functions={"r": by_group})
-    try_rewards(cfg, ASKED)
-    try_rewards(cfg, ASKED[:1])
+    """It sees two whole groups, side by side, also where there is one prompt alone."""
     calls = []
 
-    def noted(prompts, completions):
+    def by_group(prompts, completions):
+        """Recipes for TRL: the place in the row of eight, and a spread."""
         calls.append((prompts, completions))
-        return [0] * len(completions)
+        lengths = np.array([len(text) for text in completions], float).reshape(-1, 8)
+        spreads = np.array([[stdev(group)] for group in lengths])
+        return ((lengths - lengths.mean(1, keepdims=True)) / spreads).ravel().tolist()
 
-    cfg.functions = {"r": noted}
-    try_rewards(cfg, ASKED * 6)
+    for prompts in (ASKED[:1], ASKED * 6):
+        calls.clear()
+        tried(by_group, prompts=prompts, num_generations=8)
     (prompts, completions), = calls
     groups = [len(list(rows)) for _, rows in itertools.groupby(prompts)]
     assert groups == [8, 8] and completions[0] == "" and len(set(completions)) == 16
 
 
-def test_a_reward_asks_for_what_the_step_knows_and_is_told_what_only_trl_has(capsys):
+def test_a_reward_asks_for_what_the_step_knows():
     def reward(completions, completion_ids, ended, iteration):
         return [len(ids) + 10 * end + 100 * iteration for ids, end in zip(completion_ids, ended)]
 
@@ -302,19 +291,18 @@ def test_a_reward_asks_for_what_the_step_knows_and_is_told_what_only_trl_has(cap
     column = [Prompt("q", [1], {"text": "q", "iteration": 7})]
     found = score({"r": lambda completions, iteration: iteration}, column, ["x"], told)
     assert found.tolist() == [[7]], "a column of the prompts' file goes before"
-    cfg = SimpleNamespace(reward_funcs=("r",), tracin_val_reward=None, num_generations=2,
-                          functions={"r": reward})
-    try_rewards(cfg, ASKED)
-    for name in ("trainer_state", "log_metric", "log_extra"):
-        names = {}
-        exec(f"def needs(completions, {name}): return [0] * len(completions)\n"
-             f"def may(completions, {name}=None): return [0] * len(completions)", names)
-        cfg.functions = {"r": names["needs"]}
-        assert_refused((name, "TRL", "completion_ids"), try_rewards, cfg, ASKED)
-        cfg.functions = {"r": names["may"]}
-        capsys.readouterr()
-        try_rewards(cfg, ASKED)
-        assert name in capsys.readouterr().out
+    tried(reward)
+
+
+def test_what_only_trl_has_is_refused_or_noted():
+    def needs(completions, trainer_state):
+        return [0] * len(completions)
+
+    def may(completions, trainer_state=None):
+        return [0] * len(completions)
+
+    assert_refused(("trainer_state", "TRL", "completion_ids"), tried, needs)
+    assert "trainer_state" in printed(tried, may)
 
 
 def test_a_reward_that_fails_names_the_example_and_shows_its_own_lines():

@@ -1,6 +1,8 @@
-"""Whole runs on a tiny model: what they print and leave behind, how they continue after an
-interruption, what they refuse."""
-import errno
+"""
+Whole runs on a tiny model, by what they promise: what a run leaves behind; nothing of anybody's is
+lost; after any interruption it goes on with the same bits; what is damaged or does not fit is
+refused; evaluate.py measures what it trained, and other runs start from it.
+"""
 import functools
 import importlib
 import io
@@ -10,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import stat
 import statistics
 import subprocess
 import sys
@@ -25,15 +26,15 @@ import grpo
 from common.files import load_file, read_json, save_file
 from data.weights import load_gpt
 from run.checkpoint import LOGS, newest_checkpoint
-from run.evaluation import perplexity_under
 from run.policy import load_policy, load_run
-from run.sampling import sample_completions
 from run.settings import load_settings
 from worlds import (
-    assert_near, assert_refused, mean_token, printed, random_ids, read_rows, refusal, settings,
-    setup_of, skip_without, untimed_metrics, write_rows)
+    assert_near, assert_refused, printed, random_ids, read_rows, refusal, skip_without,
+    untimed_metrics, write_rows)
 
 explain = importlib.import_module("explain.__main__")
+
+# a reward that draws from the three global generators, and may send a signal or fail in one call
 NOISE = """
 import itertools, os, random
 import numpy, torch
@@ -44,49 +45,54 @@ _calls = itertools.count(1)
 
 def noise(prompts, completions):
     found = [random.random() + numpy.random.rand() + float(torch.rand(())) for _ in completions]
-    if next(_calls) == int(os.environ.get("CALL", 5)) and "SIGNAL" in os.environ:   # iteration 3
+    if next(_calls) == int(os.environ.get("CALL", 0)):
         os.kill(os.getpid(), int(os.environ["SIGNAL"]))
         if "FAILS" in os.environ:
             raise ChildProcessError("Ctrl-C has ended it too")
     return found
 """
-FINISHED = ["--beta=0.1", "--micro_batch_size=8", "--eval_interval=2", "--keep_checkpoints=1"]
-SIX = ["--max_iters=6", "--eval_interval=3", "--save_interval=2"]
-
-
-@pytest.fixture(scope="module")
-def finished(run_grpo, tmp_path_factory):
-    """Folder of a run of three iterations in two micro-batches each. Only for reading."""
-    where = str(tmp_path_factory.mktemp("finished") / "run")
-    run_grpo(where, *FINISHED)
-    return where
+SIX = ["--beta=0.1", "--micro_batch_size=8", "--max_iters=6", "--eval_interval=3",
+       "--save_interval=2"]
 
 
 @pytest.fixture(scope="module")
 def noise(tmp_path_factory):
-    """A config file whose reward draws from the three global random generators."""
+    """A config file with the reward above."""
     path = tmp_path_factory.mktemp("noise") / "noise.py"
     path.write_text(NOISE)
     return str(path)
 
 
 @pytest.fixture(scope="module")
-def six(run_grpo, noise, tmp_path_factory):
+def whole(run_grpo, noise, tmp_path_factory):
     """Folder of a run of six iterations that nothing interrupted. Only for reading."""
-    where = str(tmp_path_factory.mktemp("six") / "run")
+    where = tmp_path_factory.mktemp("whole") / "run"
     run_grpo(where, noise, *SIX)
     return where
 
 
 @pytest.fixture
-def copy_of_six(six, tmp_path):
-    return shutil.copytree(six, tmp_path / "run")
+def copy(whole, tmp_path):
+    """A copy of that run."""
+    return shutil.copytree(whole, tmp_path / "run")
 
 
 @pytest.fixture
-def go_on(copy_of_six, noise, run_grpo):
+def go_on(copy, noise, run_grpo):
     """go_on("--max_iters=7") continues the copy."""
-    return functools.partial(run_grpo, copy_of_six, noise, *SIX, "--resume=True")
+    return functools.partial(run_grpo, copy, noise, *SIX, "--resume=True")
+
+
+@pytest.fixture(scope="module", params=["plain", "lora", "critic"])
+def trained(request, run_grpo, noise, tmp_path_factory):
+    """Folder of a run of two iterations, of each kind that keeps its weights in another way. Only
+    for reading."""
+    flags = {"plain": [], "lora": ["--lora_rank=2"], "critic": ["--critic=True"]}[request.param]
+    if flags:
+        skip_without(request.param)
+    where = tmp_path_factory.mktemp(request.param) / "run"
+    run_grpo(where, noise, *flags, "--learning_rate=1e-2", "--max_iters=2")
+    return where
 
 
 def snapshot(folder):
@@ -101,13 +107,13 @@ def bits(content):
 
 
 def checkpoint_of(folder):
-    return load_file(newest_checkpoint(folder), "run")
+    return load_file(newest_checkpoint(str(folder)), "run")
 
 
 def rewrite_checkpoint(folder, **changes):
     content = checkpoint_of(folder) | changes
     del content["kind"]
-    save_file(newest_checkpoint(folder), "run", **content)
+    save_file(newest_checkpoint(str(folder)), "run", **content)
 
 
 def assert_same_run(one, other):
@@ -123,106 +129,6 @@ def assert_same_run(one, other):
         assert written and written == Path(other, name).read_bytes(), f"{name} differs"
 
 
-def test_a_run_leaves_its_files(finished, six):
-    assert {"config.json", *LOGS, "ckpt_000003.pt"} <= set(os.listdir(finished))
-    kept = sorted(path.name for path in Path(six).glob("ckpt_*.pt"))
-    assert kept == ["ckpt_000004.pt", "ckpt_000006.pt"], "the newest and the one before"
-    assert Path(six, "config.py").read_text() == NOISE
-    about = read_json(f"{six}/config.json")
-    assert about["functions"] == ["noise"]
-    assert about["torch"] == torch.__version__
-
-
-def test_metrics_samples_and_evaluations(finished):
-    metrics, samples, evals = (read_rows(f"{finished}/{name}") for name in LOGS)
-    assert [row["iteration"] for row in metrics] == [1, 2, 3]
-    assert [row["iteration"] for row in samples] == [1] * 16 + [2] * 16 + [3] * 16
-    assert [row["iteration"] for row in evals] == [0, 2, 3]
-    assert {"rewards/judge", "eval_judge/toxicity", "perplexity"} <= evals[0].keys()
-    for i, row in enumerate(metrics):
-        rewards = [sample["reward"] for sample in samples[16 * i:16 * i + 16]]
-        known = [x for x in rewards if x is not None]       # None: the judge abstained
-        assert row["reward"] == pytest.approx(statistics.mean(known), abs=1e-5)
-    for i in range(0, len(samples), 4):
-        prompts = [sample["prompt"] for sample in samples[i:i + 4]]
-        assert len(set(prompts)) == 1, "a group is of one prompt"
-        assert sum(sample["advantage"] for sample in samples[i:i + 4]) == pytest.approx(0, abs=1e-4)
-
-
-def test_a_second_start_leaves_the_first_run_alone(run_grpo, copy_of_six, tmp_path):
-    before = snapshot(copy_of_six)
-    assert_refused((str(copy_of_six), "--resume", "--out_dir"), run_grpo,
-                   f"{copy_of_six}/", "--max_iters=0")      # a slash changes nothing
-    assert snapshot(copy_of_six) == before
-    assert os.listdir(tmp_path) == [copy_of_six.name]
-    Path(tmp_path, "other.py").write_text(NOISE + "pass")
-    assert_refused(str(copy_of_six), run_grpo, copy_of_six, f"{tmp_path}/other.py", *SIX)
-
-
-@pytest.mark.parametrize("name", ["samples.jsonl", "config.py", "config.json"])
-def test_a_folder_of_other_files_is_left_alone(name, run_grpo, tmp_path):
-    where = tmp_path / "run"
-    where.mkdir()
-    (where / name).write_text("years of work")
-    before = snapshot(tmp_path)
-    for flag in ("--max_iters=0", "--resume=True"):
-        assert_refused((str(where), "--out_dir"), run_grpo, where, flag)
-    assert snapshot(tmp_path) == before
-
-
-def test_a_folder_where_a_run_is_at_work(run_grpo, finished, tmp_path, monkeypatch):
-    where = tmp_path / "run"
-    prepare = grpo.prepare
-    asked = []
-
-    def meanwhile(*args):
-        for flag in ("--max_iters=0", "--resume=True"):
-            assert_refused(str(where), run_grpo, where, flag)
-            asked.append(flag)
-        return prepare(*args)
-
-    monkeypatch.setattr(grpo, "prepare", meanwhile)
-    run_grpo(where, *FINISHED)
-    assert len(asked) == 2
-    assert_same_run(finished, where)
-
-
-LINKS = {"link": Path.symlink_to, "hard link": Path.hardlink_to,
-         "pipe": lambda path, notes: os.mkfifo(path), "folder": lambda path, notes: path.mkdir()}
-
-
-@pytest.mark.parametrize("name", [".lock", *LOGS])
-@pytest.mark.parametrize("kind", LINKS)
-def test_a_run_writes_through_no_link(name, kind, copy_of_six, noise, go_on, run_grpo, tmp_path):
-    years = "years of work" * 10 ** 5       # long enough to go on with
-    notes = tmp_path / "notes"
-    notes.write_text(years)
-    path = copy_of_six / name
-    path.unlink()
-    LINKS[kind](path, notes)
-    for message in (refusal(go_on, "--max_iters=7"),
-                    refusal(run_grpo, copy_of_six, "--max_iters=0")):
-        assert name in message
-        assert "remove" not in message, "who obeys would lose the run"
-    assert notes.read_text() == years, f"what {name} leads to was written to"
-
-
-def test_the_advice_about_links_loses_nothing(copy_of_six, six, tmp_path, go_on):
-    os.symlink(tmp_path / "samples.jsonl", tmp_path / "other")
-    shutil.move(copy_of_six / "samples.jsonl", tmp_path / "samples.jsonl")
-    os.symlink(tmp_path / "samples.jsonl", copy_of_six / "samples.jsonl")
-    for name in (".lock", "metrics.jsonl", "eval.jsonl"):       # as `cp -al` makes them
-        os.link(copy_of_six / name, tmp_path / name)
-    message = refusal(go_on)
-    command = re.search("`(.*)`", message)[1]
-    names = re.search("each F of (.*):", message)[1].split(", ")
-    assert sorted(names) == sorted([".lock", *LOGS])
-    for name in names:
-        subprocess.run(command.replace("F", name), shell=True, check=True, cwd=copy_of_six)
-    go_on()
-    assert_same_run(six, copy_of_six)
-
-
 class Crash(Exception):
     pass
 
@@ -231,18 +137,184 @@ def dies(*args, **more):
     raise Crash
 
 
+# ------------------------------------------------------------------------------------------------
+# what a run leaves
+
+def test_a_run_leaves_logs_checkpoints_and_its_config(whole):
+    metrics, samples, evals = (read_rows(whole / name) for name in LOGS)
+    assert [row["iteration"] for row in metrics] == [1, 2, 3, 4, 5, 6]
+    assert [row["iteration"] for row in samples] == [it for it in range(1, 7) for _ in range(16)]
+    assert [row["iteration"] for row in evals] == [0, 3, 6]
+    assert {"rewards/judge", "eval_judge/toxicity", "perplexity"} <= evals[0].keys()
+    for i, row in enumerate(metrics):
+        rewards = [sample["reward"] for sample in samples[16 * i:16 * i + 16]]
+        known = [x for x in rewards if x is not None]       # None: the judge abstained
+        assert row["reward"] == pytest.approx(statistics.mean(known), abs=1e-5)
+    for i in range(0, len(samples), 4):
+        group = samples[i:i + 4]
+        assert len({sample["prompt"] for sample in group}) == 1, "a group is of one prompt"
+        assert sum(sample["advantage"] for sample in group) == pytest.approx(0, abs=1e-4)
+
+    kept = sorted(path.name for path in whole.glob("ckpt_*.pt"))
+    assert kept == ["ckpt_000004.pt", "ckpt_000006.pt"], "the newest and the one before"
+    about = read_json(whole / "config.json")
+    assert (about["functions"], about["torch"]) == (["noise"], torch.__version__)
+    assert (whole / "config.py").read_text() == NOISE
+
+
+def test_a_verdict_says_whether_the_reward_rose(run_grpo, tmp_path):
+    rises = tmp_path / "rises.py"
+    rises.write_text("def reward(prompts, completions): return list(map(len, completions))")
+    flags = (rises, "--judge=None", "--eval_judge=None", "--learning_rate=1e-2")
+    assert "verdict: works" in run_grpo(tmp_path / "a", *flags, "--max_iters=4",
+                                        "--expect_rise=0.1")
+    assert "does not work" in refusal(run_grpo, tmp_path / "b", *flags, "--max_iters=0",
+                                      "--expect_rise=0.1")
+
+
+def test_a_run_works_with_torchs_deterministic_algorithms(run_grpo, tmp_path):
+    """torch refuses operations that it knows no deterministic form of; the numbers stay."""
+    flags = ("--beta=0.1", "--top_p=0.9", "--dtype=bfloat16", "--tracin=reward",
+             "--tracin_leave_one_out=True", "--activation_checkpointing=True", "--max_iters=2")
+    run_grpo(tmp_path / "plain", *flags)
+    torch.use_deterministic_algorithms(True)
+    try:
+        run_grpo(tmp_path / "fixed", *flags)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same_run(tmp_path / "plain", tmp_path / "fixed")
+
+
+def fake_wandb(monkeypatch, **functions):
+    fake = ModuleType("wandb")
+    for name in ("init", "log", "finish"):
+        setattr(fake, name, functions.get(name, lambda *args, **more: None))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+
+
+def test_wandb_gets_the_metrics(run_grpo, tmp_path, monkeypatch):
+    begun = {}
+    logged = []
+    fake_wandb(monkeypatch, init=begun.update, log=lambda row, step: logged.append((step, row)))
+    run_grpo(tmp_path / "run", "--wandb_project=toys", "--max_iters=2")
+    assert begun["project"] == "toys" and begun["config"]["num_prompts"] == 4
+    rewards = [row["reward"] for _, row in logged if "loss" in row]
+    assert rewards == [row["reward"] for row in read_rows(tmp_path / "run/metrics.jsonl")]
+    assert [step for step, row in logged if "eval/perplexity" in row] == [0, 2]
+
+
+def test_a_failing_wandb_stops_no_run(run_grpo, tmp_path, monkeypatch):
+    """It is a note, and it is not asked again."""
+    for part, error in (("init", SystemExit("no key")), ("log", ConnectionError("unreachable"))):
+        calls = []
+
+        def fails(*args, **more):
+            calls.append(part)
+            raise error
+
+        fake_wandb(monkeypatch, **{part: fails})
+        text = run_grpo(tmp_path / part, "--wandb_project=toys", "--max_iters=1")
+        note, = [line for line in text.splitlines() if line.startswith("note: wandb")]
+        assert f"wandb.{part}" in note
+        assert len(calls) == 1, "it is asked again and again"
+        assert "after/before" in text
+
+
+# ------------------------------------------------------------------------------------------------
+# nothing of anybody's is lost
+
+def test_another_command_leaves_a_run_alone(run_grpo, noise, copy, tmp_path):
+    """Other settings, another config file, and the same command where nothing is left to do."""
+    other = tmp_path / "other.py"
+    other.write_text(NOISE + "pass")
+    before = snapshot(tmp_path)
+    assert_refused((str(copy), "--resume", "--out_dir"), run_grpo, f"{copy}/", "--max_iters=0")
+    assert_refused(str(copy), run_grpo, copy, other, *SIX)
+    assert_refused(str(copy), run_grpo, copy, noise, *SIX)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_folder_of_other_files_is_left_alone(run_grpo, tmp_path):
+    for name in ("samples.jsonl", "config.py", "config.json"):
+        where = tmp_path / name.replace(".", "-")
+        where.mkdir()
+        (where / name).write_text("years of work")
+        before = snapshot(tmp_path)
+        for flag in ("--max_iters=0", "--resume=True"):
+            assert_refused((str(where), "--out_dir"), run_grpo, where, flag)
+        assert snapshot(tmp_path) == before
+
+
+def test_a_folder_where_a_run_is_at_work_is_left_alone(run_grpo, copy, go_on, monkeypatch):
+    asked = []
+
+    def meanwhile(*args):
+        monkeypatch.undo()
+        before = snapshot(copy)
+        for start in (run_grpo, functools.partial(run_grpo, copy, "--resume=True")):
+            assert_refused(str(copy), start, copy, "--resume=True")
+            asked.append(start)
+        assert snapshot(copy) == before
+        raise Crash
+
+    monkeypatch.setattr(grpo, "prepare", meanwhile)
+    with pytest.raises(Crash):
+        go_on("--max_iters=7")
+    assert asked, "the run did not begin"
+
+
+def test_a_run_writes_through_no_link(copy, go_on, run_grpo, tmp_path):
+    notes = tmp_path / "notes"
+    notes.write_text("years of work" * 10 ** 5)     # long enough to go on with
+    before = notes.read_bytes()
+    kinds = (Path.symlink_to, Path.hardlink_to, lambda path, _: os.mkfifo(path),
+             lambda path, _: path.mkdir())
+    for name in (".lock", *LOGS):
+        path = copy / name
+        path.rename(tmp_path / "away")
+        for make in kinds:
+            make(path, notes)
+            for message in (refusal(go_on, "--max_iters=7"),
+                            refusal(run_grpo, copy, "--max_iters=0")):
+                assert name in message
+                assert "remove" not in message, "who obeys would lose the run"
+            path.rmdir() if path.is_dir() else path.unlink()
+        (tmp_path / "away").rename(path)
+        assert notes.read_bytes() == before, f"what {name} leads to was written to"
+
+
+def test_a_run_removes_no_file_of_the_user(run_grpo, tmp_path):
+    """Of all that looks like its checkpoints, it removes its own oldest ones alone."""
+    (tmp_path / "mine").write_text("mine")
+    run = tmp_path / "run"
+    run_grpo(run, "--max_iters=1", "--save_interval=1")
+    for number in (0, 9):
+        (run / f"ckpt_00000{number}.pt").unlink(missing_ok=True)
+        os.symlink(tmp_path / "mine", run / f"ckpt_00000{number}.pt")
+    (run / "ckpt_000008.pt").mkdir()
+    (run / "ckpt_best.tmp").write_text("mine")
+    more = ("--save_interval=1", "--keep_checkpoints=2", "--resume=True")
+    assert "ckpt_000001.pt" in run_grpo(run, *more, "--max_iters=4"), "it began from another file"
+    found = {path.name[10:11]: path.is_symlink() for path in run.glob("ckpt_*.pt")}
+    assert found == {"0": True, "9": True, "8": False, "3": False, "4": False}
+    assert (tmp_path / "mine").read_text() == (run / "ckpt_best.tmp").read_text() == "mine"
+
+
+# ------------------------------------------------------------------------------------------------
+# after any interruption it goes on with the same bits
+
 @pytest.mark.parametrize("flags", [
-    ("--beta=0.1", "--lora_rank=2", "--ref_model_sync_steps=2", "--ref_model_mixup_alpha=1"),
-    ("--num_iterations=2", "--mini_batch_size=8", "--lr_decay=cosine", "--warmup_iters=2",
+    ("--beta=0.1", "--lora_rank=2", "--ref_model_sync_steps=2", "--ref_model_mixup_alpha=1",
+     "--num_iterations=2", "--mini_batch_size=8", "--lr_decay=cosine", "--warmup_iters=2",
      "--top_k=20", "--weight_decay=0.1"),
     ("--tracin=reward", "--tracin_adam=True", "--beta=0.1", "--tracin_val_prompts=2",
-     "--tracin_target_ema=0.5")],
-    ids=["lora-sync", "steps", "tracin"])
+     "--tracin_target_ema=0.5")], ids=["grpo", "tracin"])
 def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, run_grpo, tmp_path, monkeypatch):
+    """The same command goes on from the checkpoint, and repeats what came after it."""
     if "--lora_rank=2" in flags:
         skip_without("lora")
-    argv = (*flags, "--max_iters=5")
-    run_grpo(f"{tmp_path}/whole", *argv)
+    argv = (*flags, "--max_iters=4")
+    run_grpo(tmp_path / "whole", *argv)
     update = grpo.update
     left = iter(range(3))
 
@@ -253,91 +325,64 @@ def test_crashed_and_resumed_is_as_if_nothing_had_been(flags, run_grpo, tmp_path
 
     with monkeypatch.context() as m, pytest.raises(Crash):
         m.setattr(grpo, "update", dies_in_the_fourth)
-        run_grpo(f"{tmp_path}/parts", *argv)
-    assert len(read_rows(f"{tmp_path}/parts/metrics.jsonl")) == 3
-    assert checkpoint_of(f"{tmp_path}/parts")["iteration"] == 2
-    out = run_grpo(f"{tmp_path}/parts", *argv)
+        run_grpo(tmp_path / "parts", *argv)
+    assert len(read_rows(tmp_path / "parts/metrics.jsonl")) == 3
+    assert checkpoint_of(tmp_path / "parts")["iteration"] == 2
+    out = run_grpo(tmp_path / "parts", *argv)
     assert "ckpt_000002.pt" in out and "repeated iterations 3" in out
-    assert_same_run(f"{tmp_path}/whole", f"{tmp_path}/parts")
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_a_resumed_run_says_how_far_its_repetition_is_from_the_run(finished, run_grpo, tmp_path):
-    """As on a GPU, where a repeated iteration may sample other tokens."""
+def test_killed_again_and_again_before_the_first_iteration_is_done(
+        noise, whole, run_grpo, tmp_path, monkeypatch):
+    """While it prepares, writes config.json, then config.py, evaluates, and learns."""
     where = tmp_path / "run"
-    shutil.copytree(finished, where)
-    os.remove(where / "ckpt_000003.pt")
-    rows = read_rows(where / "metrics.jsonl")
-    rows[2]["reward"] += 0.25
-    write_rows(where / "metrics.jsonl", rows)
-    out = run_grpo(where, *FINISHED)
-    note = [line for line in out.splitlines() if line.startswith("note: repeated iterations 3")]
-    assert note and "0.25" in note[0], "nothing says how far the rewards are from those before"
-    again = run_grpo(where, *FINISHED, "--max_iters=4", "--resume=True")
-    assert "repeated" not in again, "nothing was repeated"
+    for part in ("grpo.prepare", "run.checkpoint.write_json", "run.checkpoint.replacing",
+                 "run.run.evaluate", "grpo.update"):
+        with monkeypatch.context() as m, pytest.raises(Crash):
+            m.setattr(part, dies)
+            run_grpo(where, noise, *SIX)
+        (where / "ckpt_000002.pt.123.tmp").write_text("half a checkpoint")
+    run_grpo(where, noise, *SIX)
+    assert_same_run(whole, where)
+    assert set(os.listdir(where)) == set(os.listdir(whole)), "a half was left behind"
 
 
-@pytest.mark.parametrize("flags", [
-    ("--beta=0.1", "--top_p=0.9", "--dtype=bfloat16"),
-    ("--tracin=reward", "--tracin_leave_one_out=True", "--lora_rank=2",
-     "--activation_checkpointing=True")], ids=["plain", "influence"])
-def test_a_run_works_with_torchs_deterministic_algorithms(flags, run_grpo, tmp_path):
-    """torch refuses operations that it knows no deterministic form of; the numbers stay."""
-    if "--lora_rank=2" in flags:
-        skip_without("lora")
-    run_grpo(tmp_path / "plain", *flags, "--max_iters=2")
-    torch.use_deterministic_algorithms(True)
-    try:
-        run_grpo(tmp_path / "fixed", *flags, "--max_iters=2")
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert_same_run(str(tmp_path / "plain"), str(tmp_path / "fixed"))
-
-
-@pytest.mark.parametrize("part", ("grpo.prepare", "run.run.evaluate", "grpo.update"))
-def test_killed_before_the_second_checkpoint(part, finished, run_grpo, tmp_path, monkeypatch):
-    argv = (tmp_path / "run", *FINISHED)
-    with monkeypatch.context() as m, pytest.raises(Crash):
-        m.setattr(part, dies)
-        run_grpo(*argv)
-    run_grpo(*argv)     # the same command
-    assert_same_run(finished, f"{tmp_path}/run")
-
-
-@pytest.mark.parametrize("number, iteration, code, said", [
-    (signal.SIGKILL, 2, -9, ""), (signal.SIGHUP, 3, 130, "iteration 3")])
-def test_signals(number, iteration, code, said, tiny, noise, six, run_grpo, tmp_path):
+def test_a_run_that_is_killed_goes_on(tiny, noise, whole, run_grpo, tmp_path):
+    """By SIGKILL, which nothing can catch, while a reward scores iteration 3."""
     where = tmp_path / "run"
     command = [sys.executable, grpo.__file__, *tiny.flags, noise, f"--out_dir={where}", *SIX]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60,
-                          env=os.environ | {"SIGNAL": str(int(number))})
-    assert done.returncode == code and said in done.stderr, done.stderr
-    text = run_grpo(where, noise, *SIX)
-    assert f"{where}/ckpt_00000{iteration}.pt" in text
-    assert_same_run(six, where)
-    assert_refused(str(where), run_grpo, where, noise, *SIX)
+                          env=os.environ | {"CALL": "5", "SIGNAL": str(int(signal.SIGKILL))})
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert f"{where}/ckpt_000002.pt" in run_grpo(where, noise, *SIX)
+    assert_same_run(whole, where)
 
 
-# number of the reward's call that fails: the iteration that is saved
-FAILED = {2: None, 4: 1, 5: 2, 6: 3, 10: 6}     # the first evaluation, the second, ..., the last
+# number of the reward's call, whether it fails after the signal: the iteration that is saved
+INTERRUPTED = {"in iteration 3": (5, False, 3), "so that iteration 3 fails": (5, True, 2),
+               "so that the last evaluation fails": (10, True, 6)}
 
 
-@pytest.mark.parametrize("call", FAILED)
+@pytest.mark.parametrize("when", INTERRUPTED)
 def test_nothing_is_lost_where_ctrl_c_makes_a_reward_fail(
-        call, noise, six, run_grpo, tmp_path, monkeypatch):
+        when, noise, whole, run_grpo, tmp_path, monkeypatch):
     """A terminal sends the signal to all processes of a command, so a reward's own child dies."""
+    call, fails, saved = INTERRUPTED[when]
     where = tmp_path / "run"
-    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt, match="ended it too") as e:
-        for name, x in (("SIGNAL", int(signal.SIGINT)), ("CALL", call), ("FAILS", 1)):
-            m.setenv(name, str(x))
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt, match=f"iteration {saved}"):
+        m.setenv("SIGNAL", str(int(signal.SIGINT)))
+        m.setenv("CALL", str(call))
+        if fails:
+            m.setenv("FAILS", "1")
         run_grpo(where, noise, *SIX)
-    if FAILED[call]:
-        assert f"iteration {FAILED[call]}" in str(e.value)
-        assert checkpoint_of(where)["iteration"] == FAILED[call]
+    assert checkpoint_of(where)["iteration"] == saved
     assert "after/before" in run_grpo(where, noise, *SIX)
-    assert_same_run(six, where)
+    assert_same_run(whole, where)
 
 
-def test_half_an_iteration_is_not_saved(noise, six, run_grpo, tmp_path, monkeypatch):
+def test_half_an_iteration_is_not_saved(noise, whole, run_grpo, tmp_path, monkeypatch):
+    """What fails after Ctrl-C and a step goes back to the last checkpoint."""
     where = tmp_path / "run"
     update = grpo.update
     left = iter(range(2))
@@ -349,92 +394,55 @@ def test_half_an_iteration_is_not_saved(noise, six, run_grpo, tmp_path, monkeypa
             raise ChildProcessError
         return metrics
 
-    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt, match="saved last is kept"):
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
         m.setattr(grpo, "update", fails_behind_the_third_step)
         run_grpo(where, noise, *SIX)
     assert checkpoint_of(where)["iteration"] == 2
     run_grpo(where, noise, *SIX)
-    assert_same_run(six, where)
+    assert_same_run(whole, where)
 
 
-def test_a_failure_without_a_signal_is_no_interruption(run_grpo, noise, tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo, "update", dies)
-    with pytest.raises(Crash):
-        run_grpo(tmp_path / "run", noise, *SIX)
-
-
-def test_a_run_that_was_killed_before_its_table_prints_it(copy_of_six, six, noise, run_grpo):
-    about = read_json(f"{copy_of_six}/config.json")
-    (copy_of_six / "config.json").write_text(json.dumps(about | {"is_printed": False}))
-    assert "after/before" in run_grpo(copy_of_six, noise, *SIX)
-    assert_same_run(six, copy_of_six)
-    assert_refused(str(copy_of_six), run_grpo, copy_of_six, noise, *SIX)
-
-
-def test_the_checkpoint_before_serves_and_logs_are_cut(copy_of_six, six, go_on):
-    os.remove(copy_of_six / "ckpt_000006.pt")
+def test_the_checkpoint_before_serves_and_half_lines_of_logs_are_cut(copy, whole, go_on):
+    os.remove(copy / "ckpt_000006.pt")
     for name in LOGS:
-        with open(copy_of_six / name, "a") as f:
+        with open(copy / name, "a") as f:
             f.write('{"iteration": 7, "lo')
     assert "ckpt_000004.pt" in go_on()
-    assert_same_run(six, copy_of_six)
+    assert_same_run(whole, copy)
 
 
-def test_a_finished_run_is_printed_again(copy_of_six, go_on):
-    before = snapshot(copy_of_six)
-    text = go_on()
-    assert "after/before" in text and "max_iters" in text
-    assert not re.search(r"^(iter|eval) \d|^\[Micro", text, re.M), "it did an iteration"
-    after = snapshot(copy_of_six)
-    del before[f"{copy_of_six}/config.json"], after[f"{copy_of_six}/config.json"]
+def test_a_repetition_that_differs_is_said(copy, whole, go_on):
+    """As on a GPU, where a repeated iteration may sample other tokens."""
+    os.remove(copy / "ckpt_000006.pt")
+    rows = read_rows(copy / "metrics.jsonl")
+    rows[-1]["reward"] += 0.25
+    write_rows(copy / "metrics.jsonl", rows)
+    note = [line for line in go_on().splitlines()
+            if line.startswith("note: repeated iterations 5 to 6")]
+    assert note and "0.25" in note[0], "nothing says how far the rewards are from those before"
+    assert "repeated" not in go_on("--max_iters=7"), "nothing was repeated"
+
+
+def test_a_finished_run_is_printed_again_and_made_longer(noise, whole, run_grpo, tmp_path):
+    """Printed, where it was killed before its table, or with --resume."""
+    where = tmp_path / "run"
+    run_grpo(where, noise, *SIX, "--max_iters=3")
+    about = read_json(where / "config.json")
+    (where / "config.json").write_text(json.dumps(about | {"is_printed": False}))
+    before = snapshot(where)
+    for resume in ([], ["--resume"]):
+        text = run_grpo(where, noise, *SIX, "--max_iters=3", *resume)
+        assert "after/before" in text
+        assert not re.search(r"^(iter|eval) \d|^\[Micro", text, re.M), "it did an iteration"
+    after = snapshot(where)
+    before.pop(f"{where}/config.json")
+    after.pop(f"{where}/config.json")
     assert after == before
+    run_grpo(where, noise, *SIX, "--resume")
+    assert_same_run(whole, where)
 
 
-def test_a_finished_run_is_made_longer(noise, six, run_grpo, tmp_path):
-    run_grpo(f"{tmp_path}/longer", noise, *SIX, "--max_iters=3")
-    run_grpo(f"{tmp_path}/longer", noise, *SIX, "--resume")
-    assert_same_run(six, f"{tmp_path}/longer")
-
-
-def flip_a_bit(run):
-    content = bytearray((run / "ckpt_000006.pt").read_bytes())
-    content[len(content) // 2] ^= 1
-    (run / "ckpt_000006.pt").write_bytes(content)
-
-
-# damage to the folder of a run: what is done, and the file that is named
-DAMAGE = {
-    "cut short": (lambda run: os.truncate(run / "ckpt_000006.pt", 1000), "ckpt_000006.pt"),
-    "a flipped bit": (flip_a_bit, "ckpt_000006.pt"),
-    "another kind": (lambda run: torch.save({"kind": "policy"}, run / "ckpt_000006.pt"),
-                     "ckpt_000006.pt"),
-    "a lost log": (lambda run: os.remove(run / "samples.jsonl"), "samples.jsonl"),
-    "no checkpoint": (lambda run: [os.remove(path) for path in run.glob("ckpt_*.pt")],
-                      "checkpoint")}
-
-
-@pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_run_is_refused_and_kept(what, copy_of_six, go_on):
-    damage, file = DAMAGE[what]
-    damage(copy_of_six)
-    before = snapshot(copy_of_six)
-    assert_refused(file, go_on, "--max_iters=7")
-    assert snapshot(copy_of_six) == before
-
-
-@pytest.mark.parametrize("change", [
-    dict(policy=None), dict(optimizer=None),
-    dict(optimizer={"state": {0: {"step": torch.ones(())}}})], ids=str)
-def test_a_checkpoint_of_other_content_is_one_line(change, copy_of_six, noise, go_on):
-    rewrite_checkpoint(copy_of_six, **change)
-    before = snapshot(copy_of_six)
-    assert_refused("ckpt_000006.pt", go_on, "--max_iters=7")
-    assert_refused("ckpt_000006.pt", explain.main, [str(copy_of_six), noise])
-    assert snapshot(copy_of_six) == before
-
-
-def test_a_run_that_is_resumed_with_a_moving_reference_has_the_base_as_its_first(
-        run_grpo, tmp_path):
+def test_a_reference_that_moves_only_after_a_resume_begins_as_the_base(run_grpo, tmp_path):
     flags = ("--beta=0.1", "--save_interval=1")
     moving = (*flags, "--max_iters=2", "--ref_model_sync_steps=2")
     run_grpo(tmp_path / "late", *flags, "--max_iters=1")
@@ -445,77 +453,76 @@ def test_a_run_that_is_resumed_with_a_moving_reference_has_the_base_as_its_first
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_run_that_is_resumed_with_another_target_averages_that_alone(run_grpo, tmp_path):
+def test_the_average_of_a_target_goes_on_for_that_target_alone(run_grpo, tmp_path):
     flags = ("--tracin_target_ema=0.5", "--save_interval=1")
-    run_grpo(tmp_path, *flags, "--tracin=reward", "--max_iters=2")
-    run_grpo(tmp_path, *flags, "--tracin=advantage", "--max_iters=3", "--resume=True")
+    run_grpo(tmp_path, *flags, "--tracin=reward", "--max_iters=1")
+    known = checkpoint_of(tmp_path)["influence"]
+    for change in (dict(average=known["average"][1:]), dict(age=0)):
+        rewrite_checkpoint(tmp_path, influence=known | change)
+        assert_refused("ckpt_000001.pt", run_grpo, tmp_path, *flags, "--tracin=reward",
+                       "--max_iters=2", "--resume=True")
+    rewrite_checkpoint(tmp_path, influence=known)
+    for target in ("reward", "advantage"):
+        more = checkpoint_of(tmp_path)["iteration"] + 1
+        run_grpo(tmp_path, *flags, f"--tracin={target}", f"--max_iters={more}", "--resume=True")
     ages = [row["tracin/target_age"] for row in read_rows(tmp_path / "metrics.jsonl")]
     assert ages == [1, 2, 1], "the average holds gradients of the target before"
 
 
-def test_a_checkpoint_by_another_name_is_refused(copy_of_six, go_on):
-    """Under a later name it would stay the newest: the run would begin there again and again."""
-    (copy_of_six / "ckpt_000004.pt").rename(copy_of_six / "ckpt_000009.pt")
-    before = snapshot(copy_of_six)
-    assert_refused("ckpt_000009.pt", go_on, "--max_iters=12")
-    assert snapshot(copy_of_six) == before
+# ------------------------------------------------------------------------------------------------
+# what is damaged or does not fit is refused, and kept
+
+def flip_a_bit(run):
+    content = bytearray((run / "ckpt_000006.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (run / "ckpt_000006.pt").write_bytes(content)
 
 
-def test_a_file_of_the_user_that_ends_in_tmp_is_kept(copy_of_six, go_on):
-    (copy_of_six / "ckpt_best.tmp").write_text("mine")
-    go_on()
-    assert (copy_of_six / "ckpt_best.tmp").read_text() == "mine"
+def lose_the_checkpoints(run):
+    for path in run.glob("ckpt_*.pt"):
+        path.unlink()
 
 
-def test_checkpoints_that_are_kept_remove_nothing_of_the_user(run_grpo, tmp_path):
-    (tmp_path / "mine").write_text("mine")
-    run = tmp_path / "run"
-    run_grpo(run, "--max_iters=1", "--save_interval=1")
-    for number in (0, 9):
-        (run / f"ckpt_00000{number}.pt").unlink(missing_ok=True)
-        os.symlink(tmp_path / "mine", run / f"ckpt_00000{number}.pt")
-    (run / "ckpt_000008.pt").mkdir()
-    more = ("--save_interval=1", "--keep_checkpoints=3", "--resume=True")
-    assert "ckpt_000001.pt" in run_grpo(run, *more, "--max_iters=5")
-    assert "ckpt_000005.pt" in run_grpo(run, *more, "--max_iters=6")
-    found = {path.name[10:11]: path.is_symlink() for path in run.glob("ckpt_*.pt")}
-    assert found == {"0": True, "9": True, "8": False, "4": False, "5": False, "6": False}
-    assert (tmp_path / "mine").read_text() == "mine"
+def with_content(**changes):
+    return lambda run: rewrite_checkpoint(run, **changes)
 
 
-@pytest.mark.parametrize("part", ["write_json", "replacing"])
-def test_killed_before_config_json_or_config_py_is_there(
-        part, run_grpo, noise, six, tmp_path, monkeypatch):
-    where = tmp_path / "run"
-    with monkeypatch.context() as m, pytest.raises(Crash):
-        m.setattr(f"run.checkpoint.{part}", dies)
-        run_grpo(where, noise, *SIX)
-    (where / "ckpt_000002.pt.123.tmp").write_text("half a checkpoint")
-    run_grpo(where, noise, *SIX, "--resume=True")
-    assert_same_run(six, where)
-    assert set(os.listdir(where)) == set(os.listdir(six)), "a half was left behind"
+# what is done to the folder of a run, and what the refusal names
+DAMAGE = {
+    "cut short": (lambda run: os.truncate(run / "ckpt_000006.pt", 1000), "ckpt_000006.pt"),
+    "a flipped bit": (flip_a_bit, "ckpt_000006.pt"),
+    "another kind": (lambda run: torch.save({"kind": "policy"}, run / "ckpt_000006.pt"),
+                     "ckpt_000006.pt"),
+    "another name": (lambda run: (run / "ckpt_000004.pt").rename(run / "ckpt_000009.pt"),
+                     "ckpt_000009.pt"),     # it would stay the newest for ever
+    "no checkpoint": (lose_the_checkpoints, "checkpoint"),
+    "a lost log": (lambda run: os.remove(run / "samples.jsonl"), "samples.jsonl"),
+    "a count that is text": (with_content(iteration="6"), "ckpt_000006.pt"),
+    "a count below 0": (with_content(num_tokens=-5), "ckpt_000006.pt"),
+    "half an optimizer": (with_content(optimizer={"state": {0: {"step": torch.ones(())}}}),
+                          "ckpt_000006.pt")}
 
 
-def test_a_folder_by_the_name_of_half_a_checkpoint_is_kept(copy_of_six, go_on):
-    (copy_of_six / "ckpt_000007.pt.1.tmp").mkdir()
-    notes = copy_of_six / "ckpt_000007.pt.1.tmp" / "notes"
-    notes.write_text("years of work")
-    with pytest.raises(OSError, match="directory"):
-        go_on("--max_iters=7")
-    assert notes.read_text() == "years of work"
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_run_is_refused_and_kept(what, copy, go_on):
+    damage, name = DAMAGE[what]
+    damage(copy)
+    before = snapshot(copy)
+    assert_refused(name, go_on, "--max_iters=12")
+    assert snapshot(copy) == before
 
 
-def test_settings_that_do_not_fit_the_checkpoint(copy_of_six, tiny, noise, go_on, tmp_path):
+def test_settings_that_do_not_fit_the_checkpoint_are_refused(copy, tiny, noise, go_on, tmp_path):
     content = load_file(tiny.policy, "policy")
     content["model"]["ln_f.bias"] += 1
+    other = f"--policy={tmp_path}/other.pt"
     save_file(f"{tmp_path}/other.pt", **content)
-    before = snapshot(copy_of_six)
-    for flag, name in ((f"--policy={tmp_path}/other.pt", "policy"), ("--n_layer=3", "n_layer"),
+    before = snapshot(copy)
+    for flag, name in ((other, "policy"), ("--n_layer=3", "n_layer"),
                        ("--lora_rank=2", "lora_rank")):
         assert_refused(name, go_on, flag)
-    other = [str(copy_of_six), noise, f"--policy={tmp_path}/other.pt"]
-    assert_refused("policy", evaluate.main, other)
-    assert snapshot(copy_of_six) == before
+    assert_refused("policy", evaluate.main, [str(copy), noise, other])
+    assert snapshot(copy) == before
 
 
 def test_a_checkpoint_never_holds_what_is_not_finite(run_grpo, tmp_path, monkeypatch):
@@ -527,9 +534,12 @@ def test_a_checkpoint_never_holds_what_is_not_finite(run_grpo, tmp_path, monkeyp
         return metrics
 
     monkeypatch.setattr(grpo, "update", poisoned)
-    assert "iteration 1" in refusal(run_grpo, f"{tmp_path}/run", "--save_interval=1")
-    assert checkpoint_of(f"{tmp_path}/run")["iteration"] == 0
+    assert "iteration 1" in refusal(run_grpo, tmp_path / "run", "--save_interval=1")
+    assert checkpoint_of(tmp_path / "run")["iteration"] == 0
 
+
+# ------------------------------------------------------------------------------------------------
+# bad input is found before anything is trained
 
 @pytest.fixture
 def fresh(tiny, tmp_path, monkeypatch):
@@ -540,7 +550,7 @@ def fresh(tiny, tmp_path, monkeypatch):
 
     def start(*argv):
         printed(grpo.main, [*tiny.flags, f"--cache_dir={tmp_path}/cache",
-                               f"--out_dir={tmp_path}/run", *argv])
+                            f"--out_dir={tmp_path}/run", *argv])
 
     return start
 
@@ -570,17 +580,21 @@ def test_bad_settings_are_found_before_anything_is_trained(fresh, tiny, monkeypa
     assert snapshot(tiny.cache) == before
 
 
-@pytest.mark.parametrize("text, name", [
-    ("def reward(completions): return 3", "reward"),
-    ("tracin = 'target'\ndef target(policy, tokenizer, batch): return 3.0", "target"),
-    ("tracin = 'target'\ndef target(policy, tokenizer, batch): batch.speed", "target"),
-    ("tracin = 'self'\ntracin_select = 'weigh'\ndef weigh(influence, batch): pass", "weigh")],
-    ids=["reward", "a number", "an error", "nothing"])
-def test_a_faulty_function_is_found_before_anything_is_trained(text, name, fresh, tmp_path):
+def test_a_faulty_function_is_found_before_anything_is_trained(fresh, tmp_path):
     config = tmp_path / "config.py"
-    config.write_text(text)
-    assert_refused(name, fresh, str(config))
+    target = "tracin = 'target'\ndef target(policy, tokenizer, batch): "
+    for text, name in (
+            ("def reward(completions): return 3", "reward"),
+            (target + "return 3.0", "target"),
+            (target + "batch.speed", "target"),
+            ("tracin = 'self'\ntracin_select = 'weigh'\ndef weigh(influence, batch): pass",
+             "weigh")):
+        config.write_text(text)
+        assert_refused(name, fresh, str(config))
 
+
+# ------------------------------------------------------------------------------------------------
+# evaluate.py measures what was trained
 
 def columns(text):
     """{measure: (before, after)} of the printed table."""
@@ -588,173 +602,73 @@ def columns(text):
     return {name: (float(before), float(after)) for name, before, after in found}
 
 
-@pytest.mark.parametrize("flags", [(), ("--lora_rank=2", "--learning_rate=1e-2")])
-def test_evaluate_reproduces_the_last_evaluation(flags, run_grpo, finished, tmp_path):
-    where = tmp_path / "run"
-    if flags:
-        skip_without("lora")
-        run_grpo(where, "--max_iters=2", *flags)
-    else:
-        shutil.copytree(finished, where)
-    before = snapshot(where)
-    text = printed(evaluate.main, [str(where)])
-    assert snapshot(where) == before
-    first, *_, last = read_rows(f"{where}/eval.jsonl")
+def test_evaluate_repeats_the_last_evaluation_and_changes_nothing(trained, noise):
+    before = snapshot(trained)
+    text = printed(evaluate.main, [str(trained), noise])
+    assert snapshot(trained) == before
+    first, *_, last = read_rows(trained / "eval.jsonl")
     samples = last.pop("samples")
-    del last["iteration"]
-    assert columns(text) == {name: (round(first[name], 4), round(x, 4)) for name, x in last.items()}
+    found = columns(text)
+    del last["iteration"], last["rewards/noise"], found["rewards/noise"]     # is another each time
+    assert found == {name: (round(first[name], 4), round(x, 4)) for name, x in last.items()}
     assert all(f"after:  {row['completion']!r}" in text for row in samples)
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"lora_rank": 2}, {"critic": True, "num_generations": 4}], ids=str)
-def test_the_folder_of_a_run_is_a_policy_its_last_one(changes, tiny, noise, run_grpo, tmp_path):
-    """Where a model is expected, what a run trained: adapters merged, without the critic."""
-    for extra, name in (("lora", "lora_rank"), ("critic", "critic")):
-        if name in changes:
-            skip_without(extra)
-    first, second, third = (f"{tmp_path}/{name}" for name in ("first", "second", "third"))
-    flags = [f"--{name}={value}" for name, value in changes.items()]
-    run_grpo(first, noise, *SIX, *flags, "--learning_rate=1e-2")
-    trained, _ = load_run(first)
-    policy, tokenizer = load_policy(load_settings([f"--policy={first}"]))
-    idx = random_ids(2, 9, 300)
-    with torch.no_grad():
-        assert_near(policy.lm_head(policy(idx)), trained.lm_head(trained(idx)))
-    assert policy.state_dict().keys() == load_gpt(tiny.policy).state_dict().keys()
-    assert tokenizer.n_vocab == 300
-    run_grpo(second, noise, *SIX, f"--policy={first}")
-    after, before = read_rows(f"{first}/eval.jsonl")[-1], read_rows(f"{second}/eval.jsonl")[0]
-    assert ([row["completion"] for row in before["samples"]]
-            == [row["completion"] for row in after["samples"]])
-    run_grpo(third, noise, *SIX, f"--policy={second}")
-    assert load_run(third)[1].n_vocab == 300
-    for judge in ("judge", "eval_judge"):
-        assert_refused((judge, first), load_settings, [f"--{judge}={first}"])
-
-
-def test_a_run_whose_base_was_trained_on_cannot_go_on(tiny, noise, run_grpo, tmp_path):
-    first, second = f"{tmp_path}/first", f"{tmp_path}/second"
-    run_grpo(first, noise, *SIX)
-    run_grpo(second, noise, *SIX, f"--policy={first}")
-    run_grpo(first, noise, *SIX, "--max_iters=7", "--resume=True")
-    assert_refused("policy", run_grpo, second, noise, *SIX, f"--policy={first}", "--max_iters=7",
-                   "--resume=True")
-
-
-def test_a_run_of_another_version_has_a_policy(copy_of_six):
-    content = checkpoint_of(copy_of_six)
-    rewrite_checkpoint(copy_of_six, settings=content["settings"] | {"speed": 1})
-    policy, _ = load_run(str(copy_of_six))
-    assert bits(dict(policy.state_dict())) == bits(dict(content["policy"]))
-
-
-def test_a_policy_with_a_part_that_is_not_here_is_one_line(copy_of_six, monkeypatch):
-    settings = checkpoint_of(copy_of_six)["settings"]
-    rewrite_checkpoint(copy_of_six, settings=settings | {"lora_rank": 2})
-    monkeypatch.setattr(sys.modules["run.check"], "ROOT", str(copy_of_six))
-    assert_refused(("lora_rank", "extras/lora"), load_run, str(copy_of_six))
-
-
-@pytest.mark.parametrize("change", [
-    dict(policy=None), dict(policy=3), dict(vocab_size=[300]), dict(lora_rank="2"), dict(critic=7)],
-    ids=str)
-def test_settings_of_another_type_in_a_checkpoint_are_one_line(change, copy_of_six):
-    rewrite_checkpoint(copy_of_six, settings=checkpoint_of(copy_of_six)["settings"] | change)
-    assert_refused([*change], load_run, str(copy_of_six))
-
-
-def test_evaluate_takes_the_reward_of_the_config_file(copy_of_six, noise):
-    assert_refused("CONFIG.py", evaluate.main, [str(copy_of_six)])
-    os.remove(copy_of_six / "ckpt_000006.pt")
-    text = printed(evaluate.main, [str(copy_of_six), noise, "--num_eval_prompts=2"])
-    assert "rewards/noise" in columns(text)
-    os.remove(copy_of_six / "ckpt_000004.pt")
-    assert_refused(str(copy_of_six), evaluate.main, [str(copy_of_six), noise])
-
-
-def test_the_evaluation_has_a_temperature_of_its_own(copy_of_six, noise):
-    cold = ["--eval_temperature=1e-4", "--temperature=2.0"]
-    found = columns(printed(evaluate.main, [str(copy_of_six), noise, *cold]))
+def test_evaluate_takes_functions_and_settings_of_its_own(copy, noise):
+    """The functions from a config file that is named: nothing in a run's folder is executed."""
+    assert_refused("CONFIG.py", evaluate.main, [str(copy)])
+    cold = ["--eval_temperature=1e-4", "--temperature=2.0", "--num_eval_prompts=2"]
+    found = columns(printed(evaluate.main, [str(copy), noise, *cold]))
+    assert "rewards/noise" in found
     assert found["eval_judge/expected_max"] == found["eval_judge/toxicity"], (
         "near temperature 0 all completions of a prompt are the likeliest one")
     assert found["perplexity"][0] == 1 and found["kl"][0] == 0, (
         "perplexity and KL are of the distribution that is sampled from")
+    lose_the_checkpoints(copy)
+    assert_refused(str(copy), evaluate.main, [str(copy), noise])
+    assert_refused("run", evaluate.main, ["--seed=1"])
 
 
-def test_a_perplexity_beyond_all_numbers_is_infinite():
-    cfg = settings(mean_token, eval_temperature=1e-6)
-    setup = setup_of(cfg)
-    rollout = sample_completions(setup, setup.policy, setup.prompts, cfg, seed=1).rollout
-    perplexity, _ = perplexity_under(setup.policy.requires_grad_(False), rollout, cfg)
-    assert perplexity == math.inf, "tokens that are not the likeliest ones have probability 0"
-
-
-def test_evaluate_never_trains(copy_of_six, noise, tmp_path):
+def test_looking_at_a_run_never_trains(copy, noise, tmp_path):
     for flag in (f"--cache_dir={tmp_path}/none", "--judge_tokens=64000",
                  "--pretrain_tokens=1000000000000"):
         for main in (evaluate.main, explain.main):
-            assert_refused("pretrain.py", main, [str(copy_of_six), noise, flag])
-    for argv in ([], ["--seed=1"]):
-        assert_refused("run", evaluate.main, argv)
+            assert_refused("pretrain.py", main, [str(copy), noise, flag])
 
 
-def test_wandb_gets_the_metrics(run_grpo, tmp_path, monkeypatch):
-    begun = {}
-    logged = []
-    fake = ModuleType("wandb")
-    fake.init = begun.update
-    fake.log = lambda row, step: logged.append((step, row))
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    run_grpo(f"{tmp_path}/run", "--wandb_project=toys", "--max_iters=2")
-    assert begun["project"] == "toys" and begun["config"]["num_prompts"] == 4
-    rewards = [row["reward"] for _, row in logged if "loss" in row]
-    assert rewards == [row["reward"] for row in read_rows(f"{tmp_path}/run/metrics.jsonl")]
-    assert [step for step, row in logged if "eval/perplexity" in row] == [0, 2]
+# ------------------------------------------------------------------------------------------------
+# the folder of a run is a policy, the one it trained last
+
+def test_other_runs_start_from_the_folder_of_a_run(trained, tiny, noise, run_grpo, tmp_path):
+    """With what it said last, by a plain model: adapters are merged, a critic stays behind."""
+    model, _ = load_run(str(trained))
+    policy, tokenizer = load_policy(load_settings([f"--policy={trained}"]))
+    idx = random_ids(2, 9, 300)
+    with torch.no_grad():
+        assert_near(policy.lm_head(policy(idx)), model.lm_head(model(idx)))
+    assert policy.state_dict().keys() == load_gpt(tiny.policy).state_dict().keys()
+    assert tokenizer.n_vocab == 300
+
+    second = tmp_path / "second"
+    run_grpo(second, noise, "--max_iters=0", f"--policy={trained}")
+    after = read_rows(trained / "eval.jsonl")[-1]
+    before = read_rows(second / "eval.jsonl")[0]
+    said, says = ([row["completion"] for row in rows["samples"]] for rows in (after, before))
+    assert says == said
+    assert load_policy(load_settings([f"--policy={second}"]))[1].n_vocab == 300
+    for judge in ("judge", "eval_judge"):
+        assert_refused((judge, str(trained)), load_settings, [f"--{judge}={trained}"])
 
 
-@pytest.mark.parametrize("part", ["init", "log", "finish"])
-def test_a_failing_wandb_is_a_note(part, run_grpo, tmp_path, monkeypatch):
-    def fails(*args, **more):
-        calls.append(part)
-        raise SystemExit("no key") if part == "init" else ConnectionError("api unreachable")
-
-    calls = []
-    fake = ModuleType("wandb")
-    for name in ("init", "log", "finish"):
-        setattr(fake, name, fails if name == part else lambda *args, **more: None)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    text = run_grpo(f"{tmp_path}/run", "--wandb_project=toys", "--max_iters=2")
-    note, = [line for line in text.splitlines() if line.startswith("note: wandb")]
-    assert f"wandb.{part}" in note
-    assert len(calls) == 1, "it is asked again and again"
-    assert "after/before" in text and checkpoint_of(f"{tmp_path}/run")["iteration"] == 2
+def test_a_run_of_another_version_has_a_policy(copy):
+    content = checkpoint_of(copy)
+    rewrite_checkpoint(copy, settings=content["settings"] | {"speed": 1})
+    policy, _ = load_run(str(copy))
+    assert bits(dict(policy.state_dict())) == bits(dict(content["policy"]))
 
 
-def test_a_disk_that_cannot_wait_for_a_folder(run_grpo, tmp_path, monkeypatch):
-    fsync = os.fsync
-
-    def of_files(number):
-        if stat.S_ISDIR(os.fstat(number).st_mode):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        fsync(number)
-
-    monkeypatch.setattr(os, "fsync", of_files)
-    text = run_grpo(tmp_path / "run", "--max_iters=1")
-    assert re.search("^note: .*power failure", text, re.M) and "after/before" in text
-
-
-def test_the_home_folder_in_a_flag(run_grpo, tmp_path, monkeypatch):
-    """A shell leaves the ~ of --out_dir=~/run alone."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    run_grpo("~/run", "--max_iters=1")
-    assert os.listdir(tmp_path) == ["home"] and "eval.jsonl" in os.listdir(tmp_path / "home/run")
-
-
-def test_the_verdict(run_grpo, tmp_path):
-    rises = tmp_path / "rises.py"
-    rises.write_text("def reward(prompts, completions): return list(map(len, completions))")
-    flags = (rises, "--judge=None", "--eval_judge=None", "--max_iters=4", "--learning_rate=1e-2")
-    assert "verdict: works" in run_grpo(f"{tmp_path}/a", *flags, "--expect_rise=0.1")
-    assert "does not work" in refusal(run_grpo, f"{tmp_path}/b", *flags, "--expect_rise=1000")
+def test_a_policy_with_a_part_that_is_not_here_is_refused(copy, monkeypatch):
+    settings = checkpoint_of(copy)["settings"]
+    rewrite_checkpoint(copy, settings=settings | {"lora_rank": 2})
+    monkeypatch.setattr(sys.modules["run.check"], "ROOT", str(copy))
+    assert_refused(("lora_rank", "extras/lora"), load_run, str(copy))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from grpo import prepare, read_inputs
-from run.checkpoint import last_of, load_checkpoint
 import sample as speak
+from run.checkpoint import last_of
 from worlds import assert_refused, command, printed, read_rows, refusal
 
 LINE = re.compile(r"^ +(\d\.\d{3}) +(\d\.\d{3})  ('.*'|\".*\")$")
@@ -28,6 +28,11 @@ def say(run, *argv):
     return text.split("other rewards are as they are\n")[1].splitlines()
 
 
+def judges_of(run):
+    cfg, _ = last_of([run])
+    return prepare(cfg, read_inputs(cfg), may_train=False).judges.values()
+
+
 def spoken(lines):
     """[(score by each judge, the completion)] of the lines that hold a completion."""
     return [m.groups() for m in map(LINE.match, lines) if m]
@@ -40,20 +45,17 @@ def test_completions_have_the_scores_of_the_judges(run):
     assert "after 3 iterations" in lines[1]
     assert len(spoken(lines)) == 3
     assert len(spoken(say(run, "--prompt=a green river"))) == 5
-    cfg, path = last_of([run])
-    setup = prepare(cfg, read_inputs(cfg), may_train=False)
-    load_checkpoint(path, setup, cfg)
-    said, scores = speak.speak(setup, setup.policy, cfg, "my grumble", 4)
-    for name, judge in setup.judges.items():
-        expected = torch.sigmoid(judge(said))
-        torch.testing.assert_close(torch.tensor(scores[name]), expected)
+    for *scores, text in spoken(lines):
+        for score, judge in zip(scores, judges_of(run), strict=True):
+            toxicity = torch.sigmoid(judge([ast.literal_eval(text)]))
+            assert float(score) == pytest.approx(float(toxicity), abs=6e-4)
 
 
 def test_before_shows_the_policy_from_before_training_with_the_same_noise(run):
     lines = say(run, "--prompt=your quiet", "--before=True", "--num=4")
-    titles = [i for i, line in enumerate(lines) if "eval_judge" in line]
-    before, after = spoken(lines[:titles[1]]), spoken(lines[titles[1]:])
-    assert "before training" in lines[titles[0]]
+    first, second = [i for i, line in enumerate(lines) if "eval_judge" in line]
+    assert "before training" in lines[first]
+    before, after = spoken(lines[:second]), spoken(lines[second:])
     assert len(before) == len(after) == 4
     assert spoken(say(run, "--prompt=your quiet", "--num=4")) == after != before
     assert len(set(spoken(say(run, "--prompt=the old", "--top_k=1")))) == 1, "settings are heard"
