@@ -22,7 +22,7 @@ from common.device import free_memory, machine, pick_device, pick_dtype
 from common.files import (
     ROOT, load_file, read_json, read_log, read_rows, replacing, save_file, write_json)
 from common.script import BadInput, hash_of, interrupts, run_script
-from common.supervised import fit
+from common.supervised import fit, trapezoid
 from data.weights import load_gpt, save_gpt
 from run.pretraining import optimizers
 from run.settings import Settings
@@ -34,33 +34,24 @@ CPU = torch.device("cpu")
 # ------------------------------------------------------------------------------------------------
 # a file is written whole or not at all
 
-@pytest.mark.parametrize("error, seen", [
-    (OSError(28, "No space left on device"), BadInput), (KeyboardInterrupt(), KeyboardInterrupt)])
-def test_a_failure_leaves_what_was_there_and_nothing_else(error, seen, tmp_path):
-    path = f"{tmp_path}/new/x"
-    with replacing(path) as tmp, open(tmp, "w") as f:
-        f.write("old")
-        assert not os.path.exists(path)
-    for make in (lambda tmp: os.makedirs(f"{tmp}/sub"), lambda tmp: open(tmp, "w").close()):
-        with pytest.raises(seen), replacing(path) as tmp:
-            make(tmp)
-            raise error
-        assert open(path).read() == "old"
-        assert os.listdir(tmp_path / "new") == ["x"]
-
-
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    path = f"{tmp_path}/a.pt"
+def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
+    """Whether a disk is full, torch says so in its own words, or Ctrl-C comes between."""
+    path = f"{tmp_path}/new/a.pt"
     save_file(path, "run", x=torch.arange(3))
+    for error in (OSError(28, "No space left on device"), KeyboardInterrupt(),
+                  RuntimeError("PytorchStreamWriter failed\nsecond line")):
+        def fails(content, path):
+            open(path, "w").write("half")
+            raise error
 
-    def full(content, path):
-        open(path, "w").write("half")
-        raise RuntimeError("PytorchStreamWriter failed\nsecond line")
-
-    monkeypatch.setattr(torch, "save", full)
-    assert_refused("a.pt", save_file, path, "run", x=1)
-    assert torch.equal(load_file(path, "run")["x"], torch.arange(3))
-    assert os.listdir(tmp_path) == ["a.pt"]
+        with monkeypatch.context() as m, pytest.raises((BadInput, KeyboardInterrupt)):
+            m.setattr(torch, "save", fails)
+            save_file(path, "run", x=1)
+        with pytest.raises((BadInput, type(error))), replacing(f"{path}.folder") as tmp:
+            os.makedirs(f"{tmp}/sub")
+            raise error
+        assert torch.equal(load_file(path, "run")["x"], torch.arange(3))
+        assert os.listdir(tmp_path / "new") == ["a.pt"]
 
 
 @pytest.mark.parametrize("number, is_refused", [(errno.EINVAL, False), (errno.EIO, True)])
@@ -107,7 +98,7 @@ def test_a_policy_comes_back_in_float32_and_its_half_made_files_go(tmp_path):
 # ------------------------------------------------------------------------------------------------
 # what is read is checked, and never run
 
-def test_a_broken_checkpoint_is_one_line(tmp_path):
+def test_a_damaged_checkpoint_is_one_line(tmp_path):
     path = tmp_path / "cut.pt"
     for nothing in (path, tmp_path):
         assert_refused(str(nothing), load_gpt, str(nothing))
@@ -122,17 +113,12 @@ def test_a_broken_checkpoint_is_one_line(tmp_path):
 
 
 def test_a_shape_that_does_not_fit_the_weights_is_one_line(tmp_path):
-    """Before memory for it is taken, however large the file claims to be."""
+    """Before memory for it is taken."""
     path = f"{tmp_path}/odd.pt"
     model = random_gpt()
-    weights = model.state_dict()
-    four_bytes = torch.zeros(1, 1).expand(10 ** 5, 32)      # which claim to be many
-    cases = [(shape, weights) for shape in (
-        dict(no_such_field=1), dict(n_layer=5), dict(n_layer=10 ** 7), dict(n_head=0),
-        dict(vocab_size=10 ** 12), dict(norm_eps="x"), dict(local_layers=1))]
-    cases.append((dict(block_size=10 ** 5), weights | {"wpe.weight": four_bytes}))
-    for shape, tensors in cases:
-        save_file(path, "policy", config=vars(model.config) | shape, model=tensors)
+    for shape in (dict(no_such_field=1), dict(n_layer=5), dict(n_head=0), dict(norm_eps="x"),
+                  dict(vocab_size=10 ** 12), dict(local_layers=1)):
+        save_file(path, "policy", config=vars(model.config) | shape, model=model.state_dict())
         assert_refused("odd.pt", load_gpt, path)
 
 
@@ -154,18 +140,6 @@ def test_a_flipped_bit_is_found(tmp_path):
     assert silent < len(places) / 2
 
 
-def test_a_compressed_file_is_refused(tmp_path):
-    """It may be far larger than it looks."""
-    path = f"{tmp_path}/a.pt"
-    save_file(path, "run", x=torch.zeros(1000))
-    with zipfile.ZipFile(path) as f:
-        parts = {name: f.read(name) for name in f.namelist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as f:
-        for name, content in parts.items():
-            f.writestr(name, content)
-    assert_refused("a.pt", load_file, path, "run")
-
-
 def test_code_in_a_file_is_not_run(tmp_path):
     proof = tmp_path / "proof"
 
@@ -178,7 +152,7 @@ def test_code_in_a_file_is_not_run(tmp_path):
     assert not proof.exists()
 
 
-def test_json_and_rows_come_back(tmp_path):
+def test_text_comes_back_whatever_it_holds(tmp_path):
     path = f"{tmp_path}/a.json"
     for content in ({"grüß": [1, None]}, "\ud800"):    # half a character, as a folder may have it
         write_json(path, content)
@@ -267,19 +241,10 @@ def test_a_partial_file_of_other_content_is_refused(tmp_path):
         assert_refused(partial, train, partial)
 
 
-def test_the_rates_of_a_fit(tmp_path):
+def test_the_rate_of_a_fit_goes_up_stays_and_goes_down():
     """Up over the first 2 % of the steps, down over the last half."""
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD([
-        dict(params=[model.weight], lr=0.1), dict(params=[model.bias], lr=0.02)])
-    scales = [0.5] + [1.0] * 50 + [(49 - i) / 50 for i in range(49)]
-
-    def loss_at(step):
-        rates = [group["lr"] for group in optimizer.param_groups]
-        assert rates == pytest.approx([0.1 * scales[step], 0.02 * scales[step]])
-        return model(torch.ones(2)).square().sum()
-
-    fit(model, [optimizer], loss_at, 100, f"{tmp_path}/p", "test")
+    found = [trapezoid(step, 100) for step in range(100)]
+    assert found == pytest.approx([0.5] + [1.0] * 50 + [(49 - i) / 50 for i in range(49)])
 
 
 def test_a_loss_that_is_not_finite_ends_a_fit(tmp_path):

@@ -140,7 +140,9 @@ EVERYTHING = GOOD | INFLUENCE | {
     "kl": 0.1, "kl_loss": 0.01, "kl_grad_share": 0.2,
     "val/var_explained": 0.5, "val/std": 0.1, "val/mean": 0.2,
     "tools/failure_frequency": 0, "rewards/a/std": 0.3, "rewards/b/std": 0.2, "rewards/a/mean": 0.5,
-    "rewards/b/mean": 0.25, "ref_tensors_differing": 0, "ref_distance_left": 0.0}
+    "rewards/b/mean": 0.25, "rewards/a/abstained": 0.0, "rewards/b/abstained": 0.0,
+    "ref_tensors_differing": 0, "ref_distance_left": 0.0}
+del EVERYTHING["advantage_group_mean"]      # with a critic advantages are by token
 # kind of warning | what is wrong, beside EVERYTHING
 CASES = """
 reward | "reward": NaN, "reward_min": NaN, "reward_max": NaN
@@ -155,6 +157,9 @@ ratio | "sampling/sampling_logp_difference/mean": 0.0512
 steps | "ratio_min": 1.0, "ratio_max": 1.0, "num_steps": 4
 kl | "kl": 5.25
 negative | "kl": -0.01
+kl sign | "kl_loss": -0.01
+sum | "reward": 0.6
+mask | "tokens_without_loss": 3
 kl share | "kl_grad_share": 3.0
 kl share | "kl_grad_share": 1e-5, "kl": 0.4
 length | "completions/clipped_ratio": 1.0
@@ -201,11 +206,14 @@ def test_a_warning_about_a_metric_that_is_not_there_is_a_mistake():
 CONSTANT = dict(reward_min=0.5, reward_max=0.5, advantage_min=0.0, advantage_max=0.0)
 EQUAL = dict(frac_reward_zero_std=1.0, advantage_min=0.0, advantage_max=0.0)
 TINY = dict(advantage_min=-1e-8, advantage_max=1e-8)
-ONE_ANSWER = {"identical_completions": 1.0, "entropy": 0.01, "kl": 0.5, "kl_grad_share": 1.5,
-              "completions/clipped_ratio": 1.0}
+ONE_ANSWER = {"identical_completions": 1.0, "entropy": 0.01, "kl": 0.5, "kl_loss": 0.05,
+              "kl_grad_share": 1.5, "completions/clipped_ratio": 1.0}
 VALUES = {"val/var_explained": 0.5, "val/std": 0.1}
-SYNCED = dict(kl=0.1, ref_tensors_differing=9)
+SYNCED = dict(kl=0.1, kl_loss=0.01, ref_tensors_differing=9)
 OWN = dict(functions={"advantage": None})
+WEIGHED = dict(reward_funcs=("a", "watched"), reward_weights=(2.0, 0.0))
+SCORED = {"rewards/a/mean": 0.5, "rewards/a/std": 0.3, "rewards/a/abstained": 0.2,
+          "rewards/watched/std": 1.0, "rewards/watched/abstained": 0.0}
 # what is the case: settings, what differs from GOOD metrics, the warnings that it has
 EDGES = {
     "groups of equal rewards": ({}, EQUAL, "advantages"),
@@ -234,7 +242,20 @@ EDGES = {
         dict(beta=0.1), ONE_ANSWER | {"reward": 0.6}, "identical entropy kl_share length"),
     "a k1 below 0 by chance": (dict(beta=0.1, kl_estimator="k1"), dict(kl=-0.01), ""),
     "a k1 below 0 of many tokens": (dict(beta=0.1, kl_estimator="k1"), dict(
-        kl=-0.01, num_completion_tokens=5000), "negative"),
+        kl=-0.01, kl_loss=-1e-3, num_completion_tokens=5000), "negative"),
+    "a k1 near 0 of many tokens": (dict(beta=0.1, kl_estimator="k1"), dict(
+        kl=-1e-4, kl_loss=-1e-3, num_completion_tokens=5000), ""),
+    "a KL that the loss has with the other sign": (
+        dict(beta=0.1), dict(kl=1e-4, kl_loss=-1e-3), "kl_sign"),
+    "a KL that the reward has": (dict(beta=0.1, kl_in="reward"), dict(kl=1e-4), ""),
+    "advantages of a group that do not add up to 0": (
+        {}, dict(advantage_group_mean=0.01), "baseline"),
+    "advantages of a group that add up to 0": ({}, dict(advantage_group_mean=1e-3), ""),
+    "large advantages of a group that do": (
+        {}, dict(advantage_min=-120.0, advantage_max=150.0, advantage_group_mean=0.01), ""),
+    "own advantages need not add up to 0": (OWN, dict(advantage_group_mean=1.0), ""),
+    "a reward of the first of two functions": (WEIGHED, SCORED | {"reward": 1.0}, ""),
+    "a reward that is not that function's": (WEIGHED, SCORED | {"reward": 0.9}, "sum"),
     "a sync that mixes, as it should": (
         dict(beta=0.1, ref_model_mixup_alpha=0.6), SYNCED | {"ref_distance_left": 0.4}, ""),
     "a sync that mixes and does nothing": (
@@ -249,7 +270,7 @@ EDGES = {
 
 
 @pytest.mark.parametrize("case", EDGES)
-def test_at_the_edge_a_warning_knows_what_is_right(case):
+def test_a_warning_knows_what_is_right(case):
     knobs, changes, kinds = EDGES[case]
     shown = {kind.replace(" ", "_") for kind in found(GOOD | changes, Settings(**knobs))}
     assert shown == set(kinds.split()), f"{case}: warned of {shown or 'nothing'}"
@@ -258,6 +279,7 @@ def test_at_the_edge_a_warning_knows_what_is_right(case):
 def test_small_is_meant_beside_what_it_is_measured_by():
     """A gradient beside the first one, an error beside the precision, a spread of the rewards in
     a group beside the rewards, however far the groups are apart."""
+    assert found(EVERYTHING | {"reward": 0.6, "rewards/b/abstained": 0.1}) == {}
     small = GOOD | {"grad_norm": 5e-5}
     assert list(found(small, PLAIN, first=GOOD | {"grad_norm": 80.0})) == ["gradient"]
     assert found(EVERYTHING | {"tracin/invariant_error": 2e-3}, dtype=torch.bfloat16) == {}
@@ -271,11 +293,14 @@ def test_small_is_meant_beside_what_it_is_measured_by():
 
 
 def test_what_fell_between_two_evaluations():
-    before = {"reward": 0.5, "distinct_2": 0.9}
-    for reward, distinct_2, kinds in ((0.46, 0.5, []), (0.9, 0.1, ["distinct"]),
-                                      (0.4, 0.9, ["fell"]), (math.nan, 0.9, [])):
-        after = {"reward": reward, "distinct_2": distinct_2}
-        assert [kind for kind, _ in problems_of_evaluation(before, after, noise=0.02)] == kinds
+    before = {"reward": 0.5, "distinct_2": 0.9, "kl": 0.0}
+    for after, kinds in (
+            ({"reward": 0.46, "distinct_2": 0.5}, []), ({"reward": 0.9, "distinct_2": 0.1},
+             ["distinct"]), ({"reward": 0.4}, ["fell"]), ({"reward": math.nan}, []),
+            ({"kl": 0.6}, ["two kls"]), ({"kl": 0.4}, [])):
+        found = problems_of_evaluation(before, before | after, noise=0.02, logged_kl=0.1)
+        assert [kind for kind, _ in found] == kinds
+    assert not [*problems_of_evaluation(before, before | {"kl": 0.6}, noise=0.02)], "not known"
 
 
 def test_notes_of_what_may_be_right():

@@ -283,6 +283,14 @@ def test_a_run_writes_through_no_link(copy, go_on, run_grpo, tmp_path):
         assert notes.read_bytes() == before, f"what {name} leads to was written to"
 
 
+def test_who_obeys_the_advice_about_a_link_loses_nothing(copy, whole, tmp_path, go_on):
+    os.link(copy / "samples.jsonl", tmp_path / "samples.jsonl")     # as `cp -al` makes them
+    command = re.search("`(.*)`", refusal(go_on))[1]
+    subprocess.run(command.replace("F", "samples.jsonl"), shell=True, check=True, cwd=copy)
+    go_on()
+    assert_same_run(whole, copy)
+
+
 def test_a_run_removes_no_file_of_the_user(run_grpo, tmp_path):
     """Of all that looks like its checkpoints, it removes its own oldest ones alone."""
     (tmp_path / "mine").write_text("mine")
@@ -455,16 +463,8 @@ def test_a_reference_that_moves_only_after_a_resume_begins_as_the_base(run_grpo,
 
 def test_the_average_of_a_target_goes_on_for_that_target_alone(run_grpo, tmp_path):
     flags = ("--tracin_target_ema=0.5", "--save_interval=1")
-    run_grpo(tmp_path, *flags, "--tracin=reward", "--max_iters=1")
-    known = checkpoint_of(tmp_path)["influence"]
-    for change in (dict(average=known["average"][1:]), dict(age=0)):
-        rewrite_checkpoint(tmp_path, influence=known | change)
-        assert_refused("ckpt_000001.pt", run_grpo, tmp_path, *flags, "--tracin=reward",
-                       "--max_iters=2", "--resume=True")
-    rewrite_checkpoint(tmp_path, influence=known)
-    for target in ("reward", "advantage"):
-        more = checkpoint_of(tmp_path)["iteration"] + 1
-        run_grpo(tmp_path, *flags, f"--tracin={target}", f"--max_iters={more}", "--resume=True")
+    for done, target in enumerate(("reward", "reward", "advantage"), 1):
+        run_grpo(tmp_path, *flags, f"--tracin={target}", f"--max_iters={done}", "--resume=True")
     ages = [row["tracin/target_age"] for row in read_rows(tmp_path / "metrics.jsonl")]
     assert ages == [1, 2, 1], "the average holds gradients of the target before"
 
@@ -497,8 +497,6 @@ DAMAGE = {
                      "ckpt_000009.pt"),     # it would stay the newest for ever
     "no checkpoint": (lose_the_checkpoints, "checkpoint"),
     "a lost log": (lambda run: os.remove(run / "samples.jsonl"), "samples.jsonl"),
-    "a count that is text": (with_content(iteration="6"), "ckpt_000006.pt"),
-    "a count below 0": (with_content(num_tokens=-5), "ckpt_000006.pt"),
     "half an optimizer": (with_content(optimizer={"state": {0: {"step": torch.ones(())}}}),
                           "ckpt_000006.pt")}
 
