@@ -3,6 +3,7 @@ import copy
 import json
 import operator
 import random
+import re
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from data.tokenizer import special_tokens
 
 SEED = 0                # of what a config file makes up
 NUM_QUESTIONS = 4096
+MOST_BLANKS = 500_000   # in a row; a million make tiktoken panic
 
 
 class Prompt(NamedTuple):
@@ -36,11 +38,15 @@ def starts_of(comments, cfg):
 
 
 def check_text(content, where):
-    """Raise BadInput for a lone surrogate, which JSON can hold and no file."""
+    """Raise BadInput for a lone surrogate, which JSON can hold and no file, and for blanks without
+    end."""
     try:
         json.dumps(content, ensure_ascii=False).encode()
     except (UnicodeEncodeError, TypeError, ValueError, RecursionError) as e:
         raise BadInput(f"{where} is {shown(content)}: must be text ({e})") from e
+    if isinstance(content, str) and re.search(rf"\s{{{MOST_BLANKS}}}", content):
+        raise BadInput(f"{where} has more than {MOST_BLANKS} blanks in a row, which no tokenizer "
+                       "cuts: shorten them")
 
 
 def encode_prompt(tokenizer, content, where):

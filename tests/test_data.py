@@ -182,6 +182,13 @@ def test_prompts_that_hold_special_tokens_as_text_are_noted(prompts_of, tmp_path
         assert ("40 of 40 prompts hold <|endoftext|>" in said) == noted, said
 
 
+def test_blanks_without_end_are_named_with_their_row(prompts_of, tmp_path):
+    """A million blanks make tiktoken panic, which no `except Exception` catches."""
+    path = tmp_path / "a.jsonl"
+    write_rows(path, [dict(text="hello"), dict(text="x" + " " * 1_000_000 + "x")])
+    assert_refused(("a.jsonl", "row 2"), prompts_of, f"--prompts={path}")
+
+
 def test_prompts_of_the_evaluation_from_a_file_of_their_own(prompts_of, tmp_path):
     lines = [f"line {i}" for i in range(40)]
     (tmp_path / "a.txt").write_text("\n".join(lines))
