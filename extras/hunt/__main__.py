@@ -13,18 +13,22 @@ Any --name=value of grpo.py goes to the run: --temperature=1, --seed=2, --debug_
 is planted in a copy that is deleted afterwards. Do not read faults.py, which tells all of them.
 
     python -m extras.hunt --table=3         # runs all of them on 3 seeds: which number shows each
+    python -m extras.hunt --table=3 --first_seed=4
 """
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
-from common.files import ROOT, read_log
+from common.files import ROOT, read_json, read_log, write_json
 from common.script import BadInput, own_flags, run_script
 from extras.hunt.faults import FAULTS, INFLUENCE, Seen
 
 CONFIG = "extras/hunt/config/hunt.py"
+CACHE = "out/prepared"      # cache_dir, if no flag says so
 NOT_COPIED = (".*", "out", "venv", "env", "wandb", "shared", "docs", "tests", "__pycache__", "*.pt",
               "hunt")
 NUM_SHOWN = 16  # completions, those of two prompts
@@ -71,6 +75,37 @@ def run_copy(folder, flags, quiet=False):
                                       for log in logs))
 
 
+def mark_of(folder, flags):
+    """A name for the run of a folder's files with these flags."""
+    content = hashlib.sha256(repr(flags).encode())
+    for path in sorted(Path(folder).rglob("*.py")):
+        content.update(path.read_bytes())
+    return content.hexdigest()[:12]
+
+
+def healthy_metrics(flags):
+    """Rows of metrics.jsonl of a healthy run, which is kept in cache_dir: the same flags, and files
+    of the project, cost one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_copy(f"{folder}/project", None)
+        prefix = "--cache_dir="
+        caches = [flag.removeprefix(prefix) for flag in flags if flag.startswith(prefix)]
+        cache_dir = [CACHE, *caches][-1]
+        path = f"{cache_dir}/hunt-{mark_of(folder, flags)}.json"
+        if not os.path.exists(path):
+            print("\na healthy run to compare with: kept for the next time", flush=True)
+            seen = run_copy(f"{folder}/project", flags, quiet=True)
+            if not seen.metrics:
+                raise SystemExit(f"the healthy run fails: {last_line(seen)}")
+            os.makedirs(cache_dir, exist_ok=True)
+            write_json(path, seen.metrics)
+    return read_json(path)
+
+
+def last_line(seen):
+    return " ".join(seen.printed.strip().splitlines()[-1:])
+
+
 def run_with(fault, flags, quiet=False):
     """Run a copy with a Fault, or None, in it -> Seen."""
     with tempfile.TemporaryDirectory() as folder:
@@ -83,15 +118,20 @@ def run_with(fault, flags, quiet=False):
 
 
 def cell(x):
-    return f"{'-':>12}" if x is None else f"{x:12.5g}"
+    return f"{'-':>11}" if x is None else f"{x:11.4g}"
 
 
-def print_metrics(rows):
-    """The metrics of the first, the middle and the last iteration."""
-    chosen = [rows[0], rows[len(rows) // 2], rows[-1]]
-    print("\n" + f"{'metrics.jsonl, iteration':40}" + "".join(cell(m["iteration"]) for m in chosen))
+def print_metrics(rows, healthy=()):
+    """The metrics of the first, the middle and the last iteration; beside them those of a healthy
+    run."""
+    iterations = [rows[i]["iteration"] for i in (0, len(rows) // 2, -1)]
+    runs = {"this run": rows, "a healthy run": healthy} if healthy else {"this run": rows}
+    table = [{m["iteration"]: m for m in run}.get(it, {}) for run in runs.values()
+             for it in iterations]
+    print("\n" + " " * 40 + "".join(f"{title:>33}" for title in runs))
+    print(f"{'metrics.jsonl, iteration':40}" + "".join(map(cell, iterations * len(runs))))
     for name in sorted(rows[-1].keys() - {"iteration"}):
-        print(f"{name:40}" + "".join(cell(m.get(name)) for m in chosen))
+        print(f"{name:40}" + "".join(cell(m.get(name)) for m in table))
 
 
 def print_samples(rows):
@@ -108,7 +148,7 @@ def print_samples(rows):
 def show(fault, flags):
     seen = run_with(fault, flags)
     if seen.metrics:
-        print_metrics(seen.metrics)
+        print_metrics(seen.metrics, healthy_metrics(flags) if fault else ())
         print_samples(seen.samples)
 
 
@@ -147,28 +187,27 @@ def check_copy(folder, fault, flags):
     if not os.path.isfile(f"{folder}/grpo.py"):
         raise BadInput(f"--check={folder}: has no grpo.py; --copy=FOLDER makes such a copy")
     flags = [f"--max_iters={CHECKED}", *flags]
-    expected = run_with(None, flags, quiet=True)
+    expected = healthy_metrics(flags)
     found = run_copy(os.path.abspath(folder), flags, quiet=True)
-    if len(found.metrics) < len(expected.metrics):
-        last = found.printed.strip().splitlines()[-1:]
-        raise SystemExit(f"not healed: the run ends early: {' '.join(last)}")
-    differs = first_difference(found.metrics, expected.metrics)
+    if len(found.metrics) < len(expected):
+        raise SystemExit(f"not healed: the run ends early: {last_line(found)}")
+    differs = first_difference(found.metrics, expected)
     if differs:
         iteration, name, x, e = differs
         raise SystemExit(f"not healed: in iteration {iteration} {name} is {x}, in a healthy run it "
                          f"is {e}")
-    print(f"healed: {len(expected.metrics)} iterations have the numbers of a healthy run")
+    print(f"healed: {len(expected)} iterations have the numbers of a healthy run")
 
 
 # ------------------------------------------------------------------------------------------------
 # are they told apart?
 
 
-def print_table(num_seeds, flags):
+def print_table(seeds, flags):
     """Each fault's sign in its own run, in a healthy one, and in those of the others. Exit code 1
     where a sign is not that of its fault alone."""
     wrong = []
-    for seed in range(1, num_seeds + 1):
+    for seed in seeds:
         more = [*flags, f"--seed={seed}"]
         healthy = {influence: run_with(None, [*influence, *more], quiet=True)
                    for influence in ((), INFLUENCE)}
@@ -188,11 +227,12 @@ def print_table(num_seeds, flags):
 
 def main(argv):
     own, rest = own_flags(argv, dict(hint=False, answer=False, influence=False, copy="", check="",
-                                     table=0))
+                                     table=0, first_seed=1))
     flags = [arg for arg in rest if arg.startswith("--")]
     numbers = [arg for arg in rest if not arg.startswith("--")]
     if own["table"]:
-        return print_table(own["table"], flags)
+        first = own["first_seed"]
+        return print_table(range(first, first + own["table"]), flags)
     if not numbers:
         return print_list()
     if len(numbers) > 1 or numbers[0] not in map(str, range(len(FAULTS) + 1)):

@@ -39,14 +39,9 @@ def other_token(seen):
 
 
 def tokens_without_loss(seen):
-    """Share of the sampled tokens."""
-    if not seen.metrics:
-        return math.nan, False
-    with_loss = sum(m["num_completion_tokens"] for m in seen.metrics)
-    rows = len(seen.samples) / len(seen.metrics)
-    sampled = sum(m["completions/mean_length"] * rows for m in seen.metrics)
-    share = 1 - with_loss / sampled
-    return share, share > 0.01
+    """The fewest of an iteration."""
+    least = min((m["tokens_without_loss"] for m in seen.metrics), default=math.nan)
+    return least, least > 0
 
 
 def least_kl_loss(seen):
@@ -54,11 +49,10 @@ def least_kl_loss(seen):
     return least, least < -1e-4
 
 
-def longest_advantage(seen):
-    """In a group of 8 no value is further than 7 / sqrt(8) standard deviations from the mean."""
-    most = max((max(m["advantage_max"], -m["advantage_min"]) for m in seen.metrics),
-               default=math.nan)
-    return most, most > 7 / math.sqrt(8) + 1e-3
+def mean_of_a_group(seen):
+    """Of its advantages, the largest one of an iteration; the least of the run."""
+    least = min((m["advantage_group_mean"] for m in seen.metrics), default=math.nan)
+    return least, least > 0.01
 
 
 def spread_of_ratio(seen):
@@ -125,8 +119,9 @@ FAULTS = [
         "it was good to stop there.",
         "nanochat, issue 810 (the sampled end token is masked as padding); reasoning-from-scratch, "
         "pull request 185.",
-        "num_completion_tokens, the tokens with loss, is less than completions/mean_length times "
-        "64 rows: a token is missing in every completion but the longest, where it wraps.",
+        "tokens_without_loss is not 0, and a warning says so. It is some 60 of 64 rows: a token is "
+        "missing in every completion but the longest, where it wraps. --debug_step=True shows that "
+        "it is the last one.",
         tokens_without_loss),
     Fault(
         "It drifts away from the text it knew. With a higher beta it only drifts faster.",
@@ -137,7 +132,8 @@ FAULTS = [
         "beta says how large.",
         "verl, pull request 179; Logic-RL had it from there (issue 58), and TinyZero (pull request "
         "72).",
-        "beta*kl in the line of each iteration is below 0, which beta times a KL by k3 cannot be.",
+        "beta*kl in the line of each iteration is below 0, which beta times a KL by k3 cannot be; "
+        "kl is above 0. A warning says so.",
         least_kl_loss),
     Fault(
         "It does not even start, and what disagrees is off by a little.",
@@ -148,7 +144,7 @@ FAULTS = [
         "were under softmax(logits), which is another distribution.",
         "simple_GRPO samples at 0.9 and scores at 1; TRL, pull request 3029.",
         "The run stops: the ratio is not 1, by at most some two nats. With --temperature=1 it "
-        "starts.",
+        "starts. --debug_step=True shows that trainer and sampler differ a little at every token.",
         left_out_temperature),
     Fault(
         "It learned the judge, not the task: the reward rises and rises, that of the evaluation "
@@ -159,8 +155,8 @@ FAULTS = [
         "A reward that is not known (None) is no reward of 0. All other rewards here are below 0, "
         "so what the judge does not know is the best that one can write.",
         "TRL: nansum made 0 of a completion that no function could score (pull request 5902).",
-        "reward and rewards/reward/mean differ, though there is one function of weight 1; "
-        "reward_max is 0.",
+        "reward and rewards/reward/mean differ, though there is one function of weight 1: a "
+        "warning says so. reward_max is 0, and rewards/reward/abstained rises.",
         two_rewards),
     Fault(
         "beta holds nothing: the log says that the policy has hardly moved, the table says that it "
@@ -173,7 +169,8 @@ FAULTS = [
         "theLMbook copies the policy into its reference in every iteration, about which issue 8 "
         "asks (its author means to); TRL has a setting for how often (issue 2908).",
         "kl of the iterations stays small, kl of the table, to the policy before training, does "
-        "not.",
+        "not: a warning says so. --debug_step=True shows that after the update the reference has "
+        "the trainer's log-probs.",
         two_kls),
     Fault(
         "Some prompts teach everything, and their answers are only praised or only blamed.",
@@ -183,9 +180,10 @@ FAULTS = [
         "The baseline is the mean of the batch. It tells easy prompts from hard ones, not a good "
         "answer from a bad one of the same prompt.",
         "grpo-flat, issue 2 (mean and std over all rows).",
-        "The advantages of a prompt do not add up to 0. Later advantage_max or advantage_min are "
-        "beyond 2.47, the most that one of 8 rewards can be away from their mean.",
-        longest_advantage),
+        "The advantages of a prompt do not add up to 0: advantage_group_mean, and a warning. Later "
+        "advantage_max or advantage_min are beyond 2.47, the most that one of 8 rewards can be away "
+        "from their mean.",
+        mean_of_a_group),
     Fault(
         "Nothing is ever clipped, however many passes I make over a batch.",
         "loss", "grpo.py",
@@ -194,7 +192,8 @@ FAULTS = [
         "The old log-probs are those of the sampler. Taken again before each step they are always "
         "those of now, the ratio is 1, and epsilon bounds nothing.",
         "torchforge, pull request 571 (logprobs - logprobs.detach()).",
-        "ratio_std is 0, ratio_min and ratio_max are 1, also in the second, third and fourth step.",
+        "ratio_std is 0, ratio_min and ratio_max are 1, also in the second, third and fourth step: "
+        "a warning says so.",
         spread_of_ratio),
     Fault(
         "It does not even start, and what disagrees is off by a lot.",
@@ -204,7 +203,8 @@ FAULTS = [
         "The hidden state of a token predicts the next one. One place too early, each token is "
         "asked of the state that predicted the one before.",
         "TRL, issue 3681 (the wrong slice of the logits).",
-        "The run stops: the ratio is not 1, a token is many nats off, at any temperature.",
+        "The run stops: the ratio is not 1, a token is many nats off, at any temperature. "
+        "--debug_step=True shows a trainer that finds most tokens unlikely.",
         other_token),
     Fault(
         "Influence keeps every other rollout. It might as well throw a coin.",
