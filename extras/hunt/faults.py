@@ -181,8 +181,8 @@ FAULTS = [
         "answer from a bad one of the same prompt.",
         "grpo-flat, issue 2 (mean and std over all rows).",
         "The advantages of a prompt do not add up to 0: advantage_group_mean, and a warning. Later "
-        "advantage_max or advantage_min are beyond 2.47, the most that one of 8 rewards can be away "
-        "from their mean.",
+        "advantage_max or advantage_min are beyond 2.47, the most that one of 8 rewards can be "
+        "away from their mean.",
         mean_of_a_group),
     Fault(
         "Nothing is ever clipped, however many passes I make over a batch.",
