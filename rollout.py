@@ -259,8 +259,7 @@ def drop_finished(rows, cache, ended):
 
 
 def decode(model, prompt, attention_mask, r, noise, sampling, respond=None):
-    """Fill in r, the empty rollout of prompts (B, P). Finished rows are dropped, so that a token
-    costs only what still runs.
+    """Fill in r, the empty rollout of prompts (B, P).
 
     attention_mask (B, P): False on the prompts' padding, or None where no prompt is padded.
     respond(r, rows, t, column) is called when token t of rows (n,) is recorded in r.tokens[:,
@@ -280,7 +279,7 @@ def decode(model, prompt, attention_mask, r, noise, sampling, respond=None):
         if t == T - 1:
             break
 
-        # read it, in the rows that still run
+        # read it. Finished rows are dropped, so that a token costs only what still runs
         if (t + 1) % check_every == 0:
             rows = drop_finished(rows, cache, r.ended)
             if len(rows) == 0:
@@ -514,8 +513,7 @@ def of_logits(function, model, rollout, temperature, states):
     -> (N, T), 0 elsewhere.
 
     The logits are those of the distribution that the tokens are sampled from: divided by the
-    temperature and, with truncated sampling, over the tokens that were allowed (M, V). They are
-    formed in pieces. If there are more than LOGITS_KEPT, the backward forms each piece again.
+    temperature and, with truncated sampling, over the tokens that were allowed (M, V).
     """
     def piece(h, targets, allowed):
         logits = model.lm_head(h).float()                                           # (m, V)
@@ -525,7 +523,7 @@ def of_logits(function, model, rollout, temperature, states):
             logits = logits.masked_fill(~allowed, -math.inf)
         return function(logits, targets[:, None])
 
-    # in pieces that fit into memory; if all logits together do not, the backward forms
+    # in pieces that fit into memory. If there are more than LOGITS_KEPT logits, the backward forms
     # each piece again
     h, targets, allowed, where = states or completion_states(model, rollout)
     V = len(model.lm_head.weight)

@@ -63,7 +63,7 @@ def arguments_of(what, function, prompts, texts, name="completions", facts=None)
     known |= {column: [prompt.row.get(column) for prompt in prompts] for column in columns}
     known |= {"prompts": [prompt.text for prompt in prompts], name: texts}
 
-    # what it asks for, in copies. Value by value: one deepcopy of a list keeps what rows share
+    # what it asks for, copied value by value: one deepcopy of a list keeps what its rows share
     asked = {column: x for column, x in known.items() if takes_all or column in parameters}
     return {column: [copy.deepcopy(value) for value in x] if isinstance(x, list) else x
             for column, x in asked.items()}

@@ -91,8 +91,8 @@ def pool_of(setup):
 
 
 def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
-    """Write a checkpoint: all that the next iteration depends on, and how long the logs are.
-    Remove older ones. Raise SystemExit, and write nothing, if a weight is not finite."""
+    """Write a checkpoint and remove older ones. Raise SystemExit, and write nothing, if a weight is
+    not finite."""
     # weights that are not finite would replace those that still are
     weights = setup.policy.state_dict()
     states = setup.optimizer.state.values()

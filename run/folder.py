@@ -98,7 +98,7 @@ def check_folder(folder, cfg):
 @contextlib.contextmanager
 def claimed_folder(cfg):
     """Within this block out_dir is this process's -> (folder, whether a run in it is continued).
-    BadInput where it holds something else. With --resume the run in it may have any settings."""
+    BadInput where it holds something else."""
     folder = cfg.out_dir.rstrip("/") or "/"
 
     # look before anything is made there, then lock it

@@ -28,8 +28,7 @@ def plain(policy):
 
 def load_policy(cfg):
     """Load the policy of a file, a run or a published name -> (policy, tokenizer); the policy is
-    None for "train". Its shape overrides the settings, and a note names each setting that
-    differs."""
+    None for "train"."""
     if cfg.policy == "train":
         return None, load_tokenizer(cfg.vocab_size)
 
@@ -53,7 +52,7 @@ def load_policy(cfg):
             raise BadInput(f"chat_template_kwargs: policy = {cfg.policy!r} has no chat template")
         tokenizer.give_template(cfg.chat_template_kwargs)
 
-    # its shape is what it is, whatever the settings say
+    # its shape overrides the settings, and a note names each that differs
     for name in SHAPE:
         wanted = getattr(cfg, name)
         found = getattr(policy.config, name)
@@ -69,10 +68,8 @@ def new_policy(cfg):
 
 
 def trainable(base, cfg):
-    """Copy the base into the policy that is trained, with gradients on. With cfg.lora_rank it gets
-    adapters and shares all other weights, frozen, with the base. With cfg.critic it gets a value
-    head, which is always trained."""
-    # adapters beside weights that stay with the base, or a copy of all weights
+    """Copy the base into the policy that is trained, with gradients on."""
+    # adapters, beside frozen weights that it shares with the base; or a copy of all weights
     if cfg.lora_rank:
         from extras.lora import add_lora
         shared = {id(p): p for p in base.parameters()}
@@ -82,7 +79,7 @@ def trainable(base, cfg):
     else:
         policy = copy.deepcopy(base).requires_grad_(True)
 
-    # a critic reads the same hidden states
+    # a critic's value head, which is always trained
     if cfg.critic:
         from extras.critic import ValueHead
         weight = base.lm_head.weight                                                # (V, C)
