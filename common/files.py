@@ -142,6 +142,14 @@ def csv_rows(lines, path):
                        "is written twice") from e
 
 
+def json_row(line, number, path):
+    """A line of a .jsonl file as a dict."""
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError, RecursionError) as e:
+        raise BadInput(f"{path}: row {number} is not a JSON object ({e})") from e
+
+
 def ending_of(path):
     """".txt", ".csv" or ".jsonl", also of a packed file: rows.csv.gz."""
     return os.path.splitext(str(path).removesuffix(".gz"))[1]
@@ -163,11 +171,7 @@ def each_row(path):
             yield from csv_rows(lines, path)
         else:
             for number, line in enumerate(filter(str.strip, lines), 1):
-                try:
-                    row = dict(json.loads(line))
-                except (ValueError, TypeError, RecursionError) as e:
-                    raise BadInput(f"{path}: row {number} is not a JSON object ({e})") from e
-                yield row
+                yield json_row(line, number, path)
 
 
 def read_rows(path):
@@ -190,13 +194,8 @@ def read_log(path):
         pass
 
     # all others are whole
-    rows = []
-    for number, line in enumerate(filter(bytes.strip, lines), 1):
-        try:
-            rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError, RecursionError) as e:
-            raise BadInput(f"{path}: row {number} is not a JSON object ({e})") from e
-    return rows
+    return [json_row(line, number, path)
+            for number, line in enumerate(filter(bytes.strip, lines), 1)]
 
 
 def save_file(path, kind, **content):

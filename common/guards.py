@@ -19,13 +19,16 @@ def logp_error(mean, largest, dtype):
     return largest if dtype == torch.float32 else mean, tolerance_of(dtype)
 
 
+def moments_of(optimizer):
+    """The tensors of an optimizer's state."""
+    return [x for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
+
+
 def not_finite(setup, advantages, logps):
     """Say what is not finite, the cause before its effects, and what to do. advantages, logps: how
     many of them are not."""
     # a step with such moments has spoilt the weights, too
-    states = setup.optimizer.state.values()
-    moments = [x for state in states for x in state.values() if torch.is_tensor(x)]
-    if not all(x.isfinite().all() for x in moments):
+    if not all(x.isfinite().all() for x in moments_of(setup.optimizer)):
         return "A moment of the optimizer is not finite: continue from an earlier checkpoint"
     weights = setup.policy.named_parameters()
     if bad := [name for name, p in weights if not p.isfinite().all()]:

@@ -46,13 +46,15 @@ def panics_as_errors():
 
 
 @contextlib.contextmanager
-def own_torch():
-    """Around a user's code: what it changes of torch, which all code shares, is put back."""
+def users_code():
+    """Around a user's code: what it changes for all code, the folder and torch's defaults, is put
+    back."""
     device = torch.get_default_device()
     dtype = torch.get_default_dtype()
     has_grad = torch.is_grad_enabled()
     try:
-        yield
+        with contextlib.chdir("."), panics_as_errors():
+            yield
     finally:
         if torch.get_default_device() != device:
             torch.set_default_device(None)
@@ -75,7 +77,7 @@ def in_one_line(name, function):
     @functools.wraps(function)
     def call(*args, **kwargs):
         try:
-            with contextlib.chdir("."), own_torch(), panics_as_errors():
+            with users_code():
                 return function(*args, **kwargs)
         except BadInput:
             raise

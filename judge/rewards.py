@@ -2,7 +2,6 @@
 
 A mistake in a user's function ends in one line that names the function and an example.
 """
-import contextlib
 import copy
 import inspect
 import math
@@ -10,7 +9,7 @@ import time
 
 import torch
 
-from common.script import BadInput, own_torch, panics_as_errors, shown, user_error
+from common.script import BadInput, shown, user_error, users_code
 from judge import reward_functions
 
 LARGEST = 1e16      # the square of a reward must fit into float32
@@ -74,7 +73,7 @@ def call(what, function, prompts, texts, name="completions", facts=None):
     called alone; the function's own traceback is a note of the BadInput."""
     arguments = arguments_of(what, function, prompts, texts, name, facts)
     try:
-        with contextlib.chdir("."), own_torch(), panics_as_errors():    # it may leave the folder
+        with users_code():
             return function(**arguments)
     except BadInput:
         raise

@@ -21,6 +21,7 @@ import torch
 
 from common.files import (
     flush, load_file, load_weights, replacing, save_file, undamaged, write_json)
+from common.guards import moments_of
 from common.processes import rank_and_size
 from common.script import BadInput, hash_of, seed_for
 from run.optimizer import load_state
@@ -95,8 +96,7 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     not finite."""
     # weights that are not finite would replace those that still are
     weights = setup.policy.state_dict()
-    states = setup.optimizer.state.values()
-    moments = [x for state in states for x in state.values() if torch.is_tensor(x)]
+    moments = moments_of(setup.optimizer)
     finite = [x.isfinite().all() for x in (*weights.values(), *moments)]
     if not torch.stack(finite).all():
         raise SystemExit(

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from common.files import read_json, read_text
-from common.script import BadInput, in_one_line, own_torch, panics_as_errors, shown
+from common.script import BadInput, in_one_line, shown, users_code
 from run.check import check
 
 
@@ -400,7 +400,7 @@ def read_config(path):
 
     # whatever a user's file may raise ends in one line
     try:
-        with own_torch(), panics_as_errors():
+        with users_code():
             names = runpy.run_path(path, run_name=DEFINED_HERE)
     except BadInput:
         raise
