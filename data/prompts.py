@@ -81,15 +81,6 @@ def note_marks(tokenizer, prompts, field, source):
               "text there and becomes no special token; give a chat as a list of messages")
 
 
-def own_copy(row, where):
-    """A copy of a row that shares nothing with other rows, or with what made it."""
-    try:
-        return copy.deepcopy(row)
-    except Exception as e:      # whatever an object of a user's says
-        raise BadInput(f"{where} is {shown(row)}: cannot be copied ({shown(e)}); every completion "
-                       "gets a copy: put in numbers, text, lists and dicts") from e
-
-
 def read_prompt(tokenizer, row, field, where):
     """Make the Prompt of a row: a text, or a list of messages. `where` names it in a BadInput."""
     content = field_of(row, field)
@@ -105,43 +96,54 @@ def read_prompt(tokenizer, row, field, where):
     return Prompt(text, ids, row)
 
 
-def check_row(row, where):
-    """Raise BadInput for a row that samples.jsonl cannot hold: it loops, a key is no text."""
+def own_copy(row, where):
+    """A copy of a row that shares nothing with other rows, or with what made it. BadInput for a row
+    that samples.jsonl cannot hold: it loops, a key is no text."""
     try:
-        json.dumps(row, default=str)
-    except Exception as e:      # a user's object may raise anything as it is turned into text
+        copied = copy.deepcopy(row)
+    except Exception as e:      # whatever an object of a user's says
+        raise BadInput(f"{where} is {shown(row)}: cannot be copied ({shown(e)}); every completion "
+                       "gets a copy: put in numbers, text, lists and dicts") from e
+    try:
+        json.dumps(copied, default=str)
+    except Exception as e:
         raise BadInput(f"{where} is {shown(row)}: cannot be written to samples.jsonl ({e})") from e
+    return copied
+
+
+def made_up_rows(cfg):
+    """What questions(n, seed) of the config file makes up: about n dicts with the prompt's "text"
+    and what rewards ask for."""
+    rows = cfg.functions["questions"](NUM_QUESTIONS, SEED)
+    if not isinstance(rows, list):
+        raise BadInput(f"questions returned {shown(rows)}: must be a list of rows")
+    return [own_copy(row, f"questions: row {number}") for number, row in enumerate(rows, 1)]
 
 
 def prompts_from(path, comments, cfg, tokenizer, limit):
-    """The prompts of at most `limit` tokens of a file's rows; else of those that
-    questions(n, seed) of the config file makes up, about n dicts with the prompt's "text" and what
-    rewards ask for; else of comments."""
-    # rows of a file, of a function, or of comments
-    source = path
+    """The prompts of at most `limit` tokens of a file's rows; else of those that the config file's
+    `questions` makes up; else of comments."""
+    # rows, and the field that has the prompt
     field = "text"
     if path:
+        source = path
         rows = read_rows(path)
         if ending_of(path) != ".txt":
             field = cfg.prompt_field
     elif "questions" in cfg.functions:
         source = "questions"
-        rows = cfg.functions["questions"](NUM_QUESTIONS, SEED)
-        if not isinstance(rows, list):
-            raise BadInput(f"questions returned {shown(rows)}: must be a list of rows")
-        rows = [own_copy(row, f"questions: row {number}") for number, row in enumerate(rows, 1)]
-        for number, row in enumerate(rows, 1):
-            check_row(row, f"questions: row {number}")
+        rows = made_up_rows(cfg)
     else:
+        source = "comments"
         rows = starts_of(comments, cfg)
 
     # a Prompt of each, if it leaves room for a completion
     prompts = [read_prompt(tokenizer, row, field, f"{source}: row {number}")
                for number, row in enumerate(rows, 1)]
-    note_marks(tokenizer, prompts, field, source or "comments")
+    note_marks(tokenizer, prompts, field, source)
     fitting = [prompt for prompt in prompts if 1 <= len(prompt.ids) <= limit]
     left_out = len(prompts) - len(fitting)
-    if left_out and source:     # of comments there are enough
+    if left_out and source != "comments":       # of these there are enough
         print(f"{source}: {left_out} of {len(rows)} prompts are empty or longer than {limit} "
               "tokens (block_size - max_completion_length) and are left out")
     return fitting
