@@ -48,9 +48,7 @@ def try_environment(cfg, prompts):
 def respond(tokenizer, asked, function, stop_strings, max_turns, first, r, rows, t, column):
     """Let the environment answer those of the rows (n,) of r that end a turn with token t.
 
-    Row i of r completes asked[first + i]. column: that of token t in r.tokens. An answer's
-    tokens are forced as far as there is room. The row has ended where the answer is None, where it
-    is "" after an end token, and where it would be one more than max_turns.
+    Row i of r completes asked[first + i]. column: that of token t in r.tokens.
     """
     turns = ended_turns(tokenizer, stop_strings, r, rows, t, column)
     if not turns:
@@ -62,7 +60,14 @@ def respond(tokenizer, asked, function, stop_strings, max_turns, first, r, rows,
     num_answers = r.sampled_mask[turns, :t + 1].diff().sum(1) // 2                  # (m,)
     room = r.sampled_mask.shape[1] - t - 1
     for row, n, answer in zip(turns, num_answers.tolist(), answers):
-        goes_on = n < max_turns if answer else answer == "" and not r.ended[row]
+        if answer is None:          # the episode is over
+            goes_on = False
+        elif answer == "":          # it says nothing: the policy goes on, unless it has ended
+            goes_on = not r.ended[row]
+        else:                       # is a turn left for this answer?
+            goes_on = n < max_turns
+
+        # its tokens are forced, as far as there is room
         ids = tokenizer.encode_ordinary(answer)[:room] if goes_on else []
         r.ended[row] = not goes_on
         r.tokens[row, column + 1:column + 1 + len(ids)] = torch.tensor(ids)
