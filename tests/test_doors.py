@@ -1,8 +1,8 @@
 """What a config file can change: prompts, weights of rollouts, the optimizer, the divisor. Each
 does what it says, goes on after a stop with the same bits, and is refused by name where it cannot
 work. The examples are those of docs/doors.md."""
-import json
 import math
+import random
 import signal
 from dataclasses import replace
 
@@ -10,15 +10,14 @@ import pytest
 import torch
 
 import grpo
-import tracin
 from common.files import ROOT
 from common.script import asked_for
 from grpo import collect, collect_iteration, group_advantages, prepare, try_functions, update
-from run.optimizer import Several, load_state, make_optimizer
+from run.optimizer import load_state, make_optimizer
 from run.settings import load_settings
 from worlds import (
-    WORD_PROMPTS, WORDS, inputs_of, letters, refusal, setup_of, steps_of, untimed_metrics, word_gpt,
-    words)
+    WORD_PROMPTS, WORDS, assert_near, assert_refused, gradient, inputs_of, letters, read_rows,
+    refusal, setup_of, steps_of, untimed_metrics, word_gpt, words, world)
 
 PAGE = open(f"{ROOT}/docs/doors.md", encoding="utf-8").read()
 EXAMPLES = [code.removeprefix("python\n") for code in PAGE.split("```")[1::2]]
@@ -45,6 +44,15 @@ def prepared(cfg):
     return prepare(cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
 
 
+def word_world(cfg):
+    """Setup, and a Batch that its policy has sampled."""
+    return world(cfg, policy=word_gpt(), prompts=WORD_PROMPTS, tokenizer=WORDS)
+
+
+def flat(tensors):
+    return torch.cat([x.detach().flatten() for x in tensors])
+
+
 # ------------------------------------------------------------------------------------------------
 # the divisor
 
@@ -55,31 +63,17 @@ def test_maxrl_divides_by_the_mean_of_the_group():
     found = group_advantages(rewards, 4, "mean")
     expected = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, *[0] * 8]
     assert found.tolist() == pytest.approx(expected, rel=1e-5), "not (r - mean) / mean"
-
-
-def test_maxrl_with_any_rewards_from_0():
-    """(r - mean) / (mean + 1e-6), group by group, NaN left out."""
-    torch.manual_seed(0)
-    for _ in range(100):
-        rewards = torch.rand(6, 5).double() * 10 ** torch.randint(-2, 3, (6, 1)).double()
-        rewards[0, 1] = math.nan
-        found = group_advantages(rewards.flatten(), 5, "mean").view(6, 5)
-        for r, row in zip(rewards.tolist(), found.tolist()):
-            known = [x for x in r if not math.isnan(x)]
-            mean = sum(known) / len(known)
-            for x, advantage in zip(r, row):
-                expected = 0 if math.isnan(x) else (x - mean) / (mean + 1e-6)
-                assert advantage == pytest.approx(expected, abs=1e-6)
+    found = group_advantages(torch.tensor([200, math.nan, 400, 0]).double(), 4, "mean")
+    assert found.tolist() == pytest.approx([0, 0, 1, -1]), "what is not known counts"
 
 
 def test_maxrl_refuses_what_has_no_mean_to_divide_by():
-    assert "logit" in refusal(load_settings, ["--scale_rewards=mean"])
-    assert "kl_in" in refusal(load_settings, [
+    assert_refused("logit", load_settings, ["--scale_rewards=mean"])
+    assert_refused("kl_in", load_settings, [
         "--scale_rewards=mean", "--judge_score=probability", "--kl_in=reward", "--beta=0.1"])
     below = words(lambda prompts, completions: [-1.0] * len(completions), scale_rewards="mean",
                   judge_score="probability")
-    with pytest.raises(SystemExit, match="-1"):
-        collect(setup_of(below, word_gpt(), WORD_PROMPTS, WORDS), WORD_PROMPTS, below, 1)
+    assert "-1" in refusal(word_world, below)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -108,24 +102,6 @@ def test_choose_picks_the_prompts_and_is_told_their_rewards():
         "these are not the rewards of each prompt's groups, oldest first")
 
 
-def test_choose_is_told_of_groups_that_were_replaced():
-    """By resample: the policy was tried on them, too."""
-    told = []
-
-    def choose(rewards):
-        told.append(rewards)
-        return [0, 1, 2, 3]
-
-    def dull(prompts, completions):
-        return [0.5] * len(completions)
-
-    cfg = with_function("choose", choose, dull, zero_std_groups="resample", max_resamples=2)
-    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
-    collect_iteration(setup, 0, cfg)
-    collect_iteration(setup, 1, cfg)
-    assert sum(map(len, told[1])) == 3 * 4, "4 groups and two rounds of 4 were sampled"
-
-
 def test_groups_of_a_prompt_come_oldest_first_also_by_resample():
     """A prompt whose first group is replaced comes again in the next round."""
     calls = []
@@ -152,18 +128,9 @@ def test_all_processes_take_the_prompts_that_rank_0_has_chosen(monkeypatch):
     assert found == [prompt.text for prompt in WORD_PROMPTS[::-1]], "each process has its own"
 
 
-@pytest.mark.parametrize("choose, named", [
-    (lambda n: [0] * (n - 1), "num_prompts"), (lambda n: [4] * n, "num_prompts"),
-    (lambda n: None, "choose"), (lambda n: ["a"] * n, "choose"), (lambda speed: [0], "choose")])
-def test_choose_is_tried_before_training(choose, named):
-    cfg = with_function("choose", choose)
-    assert named in refusal(try_functions, cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
-
-
 def test_the_examples_of_curricula():
     """The first prefers groups that differ, the second takes what is neither solved nor hopeless,
     the third takes each prompt as often as the others."""
-    import random
     by_spread, band, none_twice = (names["choose"] for names in examples("choose"))
     rewards = [[[1, 1, 1, 1]], [[0, 1, 0, 1]], [[0, 0, 0, 0]], [], [[0, 0, 0, 1]]]
     prompts = list("abcde")
@@ -173,13 +140,6 @@ def test_the_examples_of_curricula():
     assert set(band(rewards, 2, random.Random(1))) == {1, 4}
     assert band(rewards, 3, random.Random(1))[2] == 3, "new ones come before those that are solved"
     assert none_twice(rewards, 1, random.Random(1)) == [3]
-
-
-def test_max_prompts_is_the_size_of_the_pool(tiny, run_grpo, tmp_path):
-    run_grpo(tmp_path / "run", f"--policy={tiny.policy}", f"--judge={tiny.judge}",
-             "--eval_judge=None", "--max_prompts=5", "--max_iters=4")
-    rows = [json.loads(line) for line in open(tmp_path / "run/samples.jsonl")]
-    assert len({row["prompt"] for row in rows}) == 5, "4 iterations of 4 prompts, of a pool of 5"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -196,30 +156,17 @@ def test_weigh_gets_what_it_names():
         return [1.0] * len(influence)
 
     cfg = with_function("weigh", weigh, tracin="advantage", tracin_select="weigh")
-    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
-    batch = collect(setup, WORD_PROMPTS, cfg, 1)
+    setup, batch = word_world(cfg)
     plain = replace(cfg, tracin="off")
     expected = []
     for i in range(16):
-        alone = replace(batch, row_weights=torch.zeros(16).index_fill(0, torch.tensor([i]), 1.0))
+        alone = replace(batch, row_weights=torch.eye(16)[i])
         copy = setup_of(plain, word_gpt(), WORD_PROMPTS, WORDS)
         (g,), _ = steps_of(copy, alone, plain)
         expected.append(float(g.double().square().sum()))
     (whole,), _ = steps_of(setup, batch, cfg)
     assert seen["own"].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-12)
-    found = torch.cat([g.flatten() for g in seen["all"].values()])
-    assert torch.allclose(found, whole, atol=1e-6), "the recording's gradient is not the step's"
-
-
-def test_self_influence_is_made_only_where_it_is_named(monkeypatch):
-    def never(recording):
-        raise AssertionError("nobody asked for it")
-
-    monkeypatch.setattr(tracin, "self_influence", never)
-    cfg = with_function("weigh", lambda influence: influence > 0, tracin="self",
-                        tracin_select="weigh")
-    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
-    update(setup, collect(setup, WORD_PROMPTS, cfg, 1), None, cfg, 3)
+    assert_near(flat(seen["all"].values()), whole, 1e-6)    # the recording's, and the step's
 
 
 def test_the_examples_of_weights():
@@ -232,15 +179,6 @@ def test_the_examples_of_weights():
     influence = torch.tensor([1.0, 2, -1, 3])
     assert small(influence, torch.tensor([.5, 9, 1, 2])).tolist() == [True, False, False, False]
     assert soft(influence).argsort().tolist() == [2, 0, 1, 3]
-
-
-@pytest.mark.parametrize("name, function, more", [
-    ("weigh", lambda influence, tape: influence, dict(tracin="self", tracin_select="weigh")),
-    ("target", lambda policy, judge: 1.0, dict(tracin="target"))])
-def test_a_name_that_is_not_offered_is_refused_before_training(name, function, more):
-    text = refusal(try_functions, with_function(name, function, **more),
-                   inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
-    assert text.startswith(name) and "influence" in text or "tokenizer" in text
 
 
 # ------------------------------------------------------------------------------------------------
@@ -256,22 +194,19 @@ def test_the_optimizer_of_the_config_file_takes_the_steps():
     cfg = with_function("optimizer", sgd, learning_rate=.1, warmup_iters=2)
     setup = prepared(cfg)
     batch = collect(setup, WORD_PROMPTS, cfg, 1)
-    before = torch.cat([p.detach().flatten() for p in setup.trained])
+    before = flat(setup.trained)
     grpo.set_learning_rate(setup.optimizer, 0, cfg)
     (g,), _ = steps_of(setup, batch, cfg)
-    after = torch.cat([p.detach().flatten() for p in setup.trained])
-    assert torch.allclose(after, before - .5 * .3 * g, atol=1e-7), "not a step of SGD at that rate"
+    assert_near(flat(setup.trained), before - .5 * .3 * g, 1e-7)
 
 
 def test_several_optimizers_step_as_one():
     (example,) = examples("optimizer")
     cfg = with_function("optimizer", example["optimizer"], learning_rate=.01)
     setup = prepared(cfg)
-    assert isinstance(setup.optimizer, Several)
     assert [group["lr"] for group in setup.optimizer.param_groups] == pytest.approx([.2, .01])
-    batch = collect(setup, WORD_PROMPTS, cfg, 1)
     before = [p.detach().clone() for p in setup.trained]
-    update(setup, batch, None, cfg, 3)
+    update(setup, collect(setup, WORD_PROMPTS, cfg, 1), None, cfg, 3)
     moved = [not torch.equal(p, b) for p, b in zip(setup.trained, before)]
     assert all(moved), "one of the optimizers took no step"
 
@@ -297,40 +232,62 @@ def test_the_eps_of_adamw_is_a_setting():
     cfg = words(learning_rate=1.0, adam_eps=100.0)
     setup = prepared(cfg)
     batch = collect(setup, WORD_PROMPTS, cfg, 1)
-    before = torch.cat([p.detach().flatten() for p in setup.trained])
+    before = flat(setup.trained)
     (g,), _ = steps_of(setup, batch, cfg)
-    after = torch.cat([p.detach().flatten() for p in setup.trained])
-    assert torch.allclose(before - after, g / (g.abs() + 100), atol=1e-6)
-
-
-@pytest.mark.parametrize("made, named", [
-    (lambda named, rate: None, "torch.optim.Optimizer"),
-    (lambda named, rate: [], "torch.optim.Optimizer"),
-    (lambda named, rate: torch.optim.LBFGS([p for _, p in named], rate), "LBFGS"),
-    (lambda named, rate: torch.optim.SGD([p for _, p in named[1:]], rate), "wte.weight"),
-    (lambda named, rate: [torch.optim.SGD([p for _, p in named], rate)] * 2, "2 times"),
-    (lambda named, rate: torch.optim.SGD(
-        [*(p for _, p in named), torch.nn.Parameter(torch.ones(1))], rate), "named_parameters")])
-def test_what_is_no_whole_optimizer_is_refused(made, named):
-    cfg = with_function("optimizer", made)
-    found = refusal(try_functions, cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
-    assert named in found and "optimizer" in found
+    assert_near(before - flat(setup.trained), g / (g.abs() + 100), 1e-6)
 
 
 def test_tracin_adam_refuses_another_optimizer():
     cfg = with_function("optimizer", sgd, tracin="reward", tracin_adam=True)
-    assert "tracin_adam" in refusal(make_optimizer, word_gpt(), cfg)
+    assert_refused("tracin_adam", make_optimizer, word_gpt(), cfg)
+
+
+# ------------------------------------------------------------------------------------------------
+# what a function does wrong
+
+
+def parameters(named):
+    return [p for _, p in named]
+
+
+SELF = dict(tracin="self", tracin_select="weigh")
+WRONG = [       # a function, and what the line names
+    ("choose", lambda n: [0] * (n - 1), "num_prompts"), ("choose", lambda n: [4] * n, "num_prompts"),
+    ("choose", lambda n: None, "choose"), ("choose", lambda n: ["a"] * n, "choose"),
+    ("choose", lambda speed: [0], "speed"),
+    ("weigh", lambda influence, tape: influence, "tape"),
+    ("target", lambda policy, judge: 1.0, "judge"),
+    ("advantage", lambda batch: None, "advantage"),
+    ("advantage", lambda batch: [1.0] * 16, "advantage"),
+    ("advantage", lambda batch: torch.ones(15), "advantage"),
+    ("advantage", lambda batch: torch.ones(16, 3), "advantage"),
+    ("advantage", lambda batch: torch.full((16,), math.nan), "advantage"),
+    ("optimizer", lambda named, rate: None, "torch.optim.Optimizer"),
+    ("optimizer", lambda named, rate: [], "torch.optim.Optimizer"),
+    ("optimizer", lambda named, rate: torch.optim.LBFGS(parameters(named), rate), "LBFGS"),
+    ("optimizer", lambda named, rate: torch.optim.SGD(parameters(named)[1:], rate), "wte.weight"),
+    ("optimizer", lambda named, rate: [torch.optim.SGD(parameters(named), rate)] * 2, "2 times"),
+    ("optimizer", lambda named, rate: torch.optim.SGD(
+        [*parameters(named), torch.nn.Parameter(torch.ones(1))], rate), "named_parameters")]
+
+
+@pytest.mark.parametrize("name, function, named", WRONG)
+def test_what_a_function_does_wrong_is_refused_before_training(name, function, named):
+    knobs = {"weigh": SELF, "target": dict(tracin="target")}.get(name, {})
+    cfg = with_function(name, function, **knobs)
+    assert_refused((name, named), try_functions, cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
 
 
 # ------------------------------------------------------------------------------------------------
 # a run of a config file with all of them
 
 
-OWN = '''
-import torch
-
+PLAIN = """
 def reward(prompts, completions):
     return [completion.count("a") / max(1, len(completion)) for completion in completions]
+"""
+OWN = PLAIN + """
+import torch
 
 def choose(prompts, rewards, n, random):
     spread = [max(groups[-1]) - min(groups[-1]) + .1 if groups else 1 for groups in rewards]
@@ -348,34 +305,44 @@ tracin_select = "weigh"
 
 def weigh(influence, self_influence):
     return influence > 0
-'''
+"""
 
 
-def test_a_run_with_all_of_them_goes_on_with_the_same_bits(tiny, run_grpo, tmp_path):
-    config = tmp_path / "own.py"
-    config.write_text(OWN)
-    flags = [str(config), f"--policy={tiny.policy}", "--judge=None", "--eval_judge=None",
-             "--max_prompts=12", "--save_interval=1"]
-    run_grpo(tmp_path / "whole", *flags, "--max_iters=4")
-    run_grpo(tmp_path / "parts", *flags, "--max_iters=2")
-    run_grpo(tmp_path / "parts", *flags, "--max_iters=4", "--resume=True")
+@pytest.fixture
+def run_own(tiny, run_grpo, tmp_path):
+    """run_own(name, "--beta=0.1", ..., config=OWN): makes or continues a run of this config file ->
+    what it printed."""
+    flags = [f"--policy={tiny.policy}", "--judge=None", "--eval_judge=None"]
+
+    def run(name, *more, config=OWN):
+        (tmp_path / "own.py").write_text(config)
+        return run_grpo(tmp_path / name, tmp_path / "own.py", *flags, *more)
+
+    return run
+
+
+def test_a_run_with_all_of_them_goes_on_with_the_same_bits(run_own, tmp_path):
+    flags = ("--max_prompts=12", "--save_interval=1")
+    run_own("whole", *flags, "--max_iters=4")
+    run_own("parts", *flags, "--max_iters=2")
+    run_own("parts", *flags, "--max_iters=4", "--resume=True")
     assert untimed_metrics(tmp_path / "parts") == untimed_metrics(tmp_path / "whole"), (
         "a run that stopped and went on is another run")
-    weights = [torch.load(tmp_path / name / "ckpt_000004.pt", weights_only=True)["policy"]
-               for name in ("whole", "parts")]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    whole, parts = (torch.load(tmp_path / name / "ckpt_000004.pt", weights_only=True)["policy"]
+                    for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_choose_is_told_a_failed_iteration_once(tiny, run_grpo, tmp_path, monkeypatch):
-    """Ctrl-C makes the third iteration fail, after its rewards are known and before its step."""
-    config = tmp_path / "own.py"
-    config.write_text(OWN + """
+COUNTS = OWN + """
 def choose(rewards, n):
     return [sum(map(len, rewards)) % len(rewards)] * n
-""")
-    flags = [str(config), f"--policy={tiny.policy}", "--judge=None", "--eval_judge=None",
-             "--max_prompts=11", "--max_iters=5"]
-    run_grpo(tmp_path / "whole", *flags)
+"""
+
+
+def test_choose_is_told_a_failed_iteration_once(run_own, tmp_path, monkeypatch):
+    """Ctrl-C makes the third iteration fail, after its rewards are known and before its step."""
+    flags = ("--max_prompts=11", "--max_iters=5")
+    run_own("whole", *flags, config=COUNTS)
     update = grpo.update
     left = iter(range(3))       # one of them tries the functions
 
@@ -385,12 +352,29 @@ def choose(rewards, n):
             raise ChildProcessError
         return update(*args, **more)
 
-    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt, match="after iteration 2"):
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
         m.setattr(grpo, "update", fails)
-        run_grpo(tmp_path / "parts", *flags)
-    run_grpo(tmp_path / "parts", *flags)
+        run_own("parts", *flags, config=COUNTS)
+    run_own("parts", *flags, config=COUNTS)
     assert untimed_metrics(tmp_path / "parts") == untimed_metrics(tmp_path / "whole"), (
         "the rewards of the iteration that failed were counted, and counted again")
+
+
+def test_choose_is_not_told_the_rewards_of_other_prompts(run_own):
+    """Where a run goes on with another pool: what was prompt 3 is another one now."""
+    tells = OWN.replace("spread = ", "print('told of', sum(map(len, rewards)))\n    spread = ")
+    run_own("run", "--max_prompts=12", "--max_iters=2", config=tells)
+    more = ("--resume=True", "--max_iters=3")
+    assert "told of 8\n" in run_own("run", "--max_prompts=12", *more, config=tells)
+    more = ("--resume=True", "--max_iters=4")
+    other = run_own("run", "--max_prompts=9", *more, config=tells)
+    assert "told of 0\n" in other and "told of 12\n" not in other
+
+
+def test_max_prompts_is_the_size_of_the_pool(run_own, tmp_path):
+    run_own("run", "--max_prompts=5", "--max_iters=4", config=PLAIN)
+    rows = read_rows(tmp_path / "run/samples.jsonl")
+    assert len({row["prompt"] for row in rows}) == 5, "4 iterations of 4 prompts, of a pool of 5"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -402,19 +386,17 @@ def test_best_of_n_imitates_the_best():
     (names,) = examples("best_of_n")
     cfg = words(letters, loss_type="grpo")
     setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS, lr=1.0)
-    before = torch.cat([p.detach().flatten() for p in setup.trained])
+    before = flat(setup.trained)
     batch = collect(setup, WORD_PROMPTS, cfg, 5)
     names["best_of_n"](setup, WORD_PROMPTS, cfg, 5)
-    step = before - torch.cat([p.detach().flatten() for p in setup.trained])
+    step = before - flat(setup.trained)
 
     other = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
     best = batch.rewards.view(4, 4).argmax(1) + 4 * torch.arange(4)
     logp = grpo.completion_logprobs(other.policy, batch.rollout)[best]
     mask = batch.loss_mask[best]
     loss = -((logp * mask).sum(1) / mask.sum(1)).sum() / 16
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(
-        loss, other.trained, materialize_grads=True)])
-    assert torch.allclose(step, expected, atol=1e-6), "not the gradient of the best completions"
+    assert_near(step, gradient(loss, other.trained), 1e-6)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -425,7 +407,7 @@ def test_the_example_of_leave_one_out_advantages():
     """A rollout beside the mean of the others: G / (G - 1) times (r - mean)."""
     (names,) = examples("advantage")
     cfg = with_function("advantage", names["advantage"])
-    batch = collect(setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS), WORD_PROMPTS, cfg, 1)
+    _, batch = word_world(cfg)
     expected = 4 / 3 * group_advantages(batch.rewards, 4, "none")
     assert batch.advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
 
@@ -437,21 +419,12 @@ def test_an_advantage_that_works_in_place_changes_no_log():
         return r.flatten()
 
     cfg = with_function("advantage", advantage)
-    batch = collect(setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS), WORD_PROMPTS, cfg, 1)
+    _, batch = word_world(cfg)
     assert batch.rewards.tolist() == letters(None, batch.completions), "the rewards are others now"
-
-
-@pytest.mark.parametrize("returned", [
-    None, [1.0] * 16, torch.ones(15), torch.full((16,), math.nan), torch.ones(16, 3)])
-def test_what_is_no_advantage_is_refused_before_training(returned):
-    cfg = with_function("advantage", lambda batch: returned)
-    found = refusal(try_functions, cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
-    assert found.startswith("advantage")
 
 
 def test_the_examples_bear_rewards_that_are_not_known():
     """NaN, where every function abstained: the judge does on a completion without a word."""
-    import random
     nan = math.nan
     rewards = [[[1, 1, nan, 0]], [[nan, nan, nan, nan]], [], [[0, 0, 0, 1]]]
     for names in examples("choose"):
@@ -467,15 +440,3 @@ def test_the_examples_bear_rewards_that_are_not_known():
     cfg = words(num_generations=8)
     found = examples("advantage")[0]["advantage"](batch, cfg)
     assert found.isfinite().all() and found[2] == 0
-
-
-def test_choose_is_not_told_the_rewards_of_other_prompts(tiny, run_grpo, tmp_path):
-    """Where a run goes on with another pool: what was prompt 3 is another one now."""
-    config = tmp_path / "own.py"
-    told = "print('told of', sum(map(len, rewards)))\n    spread = "
-    config.write_text(OWN.replace("spread = ", told))
-    flags = [str(config), f"--policy={tiny.policy}", "--judge=None", "--eval_judge=None"]
-    run_grpo(tmp_path / "run", *flags, "--max_prompts=12", "--max_iters=2")
-    same = run_grpo(tmp_path / "run", *flags, "--max_prompts=12", "--max_iters=3", "--resume=True")
-    other = run_grpo(tmp_path / "run", *flags, "--max_prompts=9", "--max_iters=4", "--resume=True")
-    assert "told of 8\n" in same and "told of 0\n" in other.split("resumed")[-1]
