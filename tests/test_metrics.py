@@ -9,6 +9,7 @@ import torch
 import grpo
 import tracin
 from run import metrics
+from run.flags import problems
 from run.metrics import batch_metrics
 from run.settings import Settings
 from worlds import (
@@ -55,6 +56,40 @@ def test_metrics_of_a_batch():
         "entropy": mean(x for row, n in zip(r.entropy.tolist(), lengths) for x in row[:n]),
         "rewards/b/mean": mean(x for x in batch.scores[:, 1].tolist() if not math.isnan(x)),
         "rewards/silent/mean": math.nan})
+
+
+def negative_kl(loss_of):
+    def loss(*args):
+        found = loss_of(*args)
+        found.kl = -found.kl
+        return found
+
+    return loss
+
+
+# kind of the warning: which function of grpo.py is wrong, and what is made of it
+WRONG = {
+    "mask": ("loss_masks", lambda right: lambda rollout, cfg: [
+        mask & mask.roll(-1, 1) for mask in right(rollout, cfg)]),
+    "baseline": ("group_advantages", lambda right: lambda rewards, *_: (
+        rewards - rewards.nanmean()).nan_to_num(0.0)),
+    "sum": ("total_reward", lambda right: lambda scores, *_: scores.nansum(1)),
+    "kl sign": ("grpo_loss", negative_kl)}
+
+
+@pytest.mark.parametrize("kind", [None, *WRONG])
+def test_what_an_editor_of_the_algorithm_gets_wrong_is_warned_of(kind, monkeypatch):
+    def reward(prompts, completions):
+        return [None if i % 5 == 0 else x for i, x in enumerate(letters(prompts, completions))]
+
+    if kind:
+        name, wrong = WRONG[kind]
+        monkeypatch.setattr(grpo, name, wrong(getattr(grpo, name)))
+    cfg = settings(reward, beta=0.1, scale_rewards="none")
+    setup, batch = world(cfg, lr=0, reference=shaken(number_gpt()))
+    m = grpo.update(setup, batch, None, cfg, seed=1) | batch_metrics(batch, cfg)
+    found = dict(problems(m, cfg, torch.float32))
+    assert found.keys() == ({kind} if kind else set()), found
 
 
 def test_a_batch_without_rewards():

@@ -12,6 +12,7 @@ from grpo import Loss
 from run import report
 from run.flags import notes, problems, problems_of_evaluation
 from run.report import StepLog, print_iteration, print_verdict, print_warnings, reward_of
+from run.run import Run
 from run.settings import Settings
 from worlds import printed, refusal
 
@@ -301,6 +302,18 @@ def test_what_fell_between_two_evaluations():
         found = problems_of_evaluation(before, before | after, noise=0.02, logged_kl=0.1)
         assert [kind for kind, _ in found] == kinds
     assert not [*problems_of_evaluation(before, before | {"kl": 0.6}, noise=0.02)], "not known"
+
+
+@pytest.mark.parametrize("change", [
+    {}, dict(ref_model_sync_steps=4), dict(top_k=5), dict(top_p=0.9), dict(min_p=0.1),
+    dict(temperature=0.5), dict(temperature=2.0)])
+def test_two_kls_are_compared_only_where_they_are_alike(change):
+    """Not to a reference that follows, of other distributions, or at a run's beginning."""
+    run = Run(Settings(beta=0.1, **change))
+    run.kls = [0.1, 0.4, 0.3, 0.2]
+    assert math.isnan(run.logged_kl())
+    run.kls.append(0.2)
+    assert math.isnan(run.logged_kl()) if change else run.logged_kl() == 0.4
 
 
 def test_notes_of_what_may_be_right():

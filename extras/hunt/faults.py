@@ -191,7 +191,8 @@ FAULTS = [
         "log_ratio = logp - logp.detach()",
         "The old log-probs are those of the sampler. Taken again before each step they are always "
         "those of now, the ratio is 1, and epsilon bounds nothing.",
-        "torchforge, pull request 571 (logprobs - logprobs.detach()).",
+        "torchforge, pull request 571 (logprobs - logprobs.detach()). It is right where a batch "
+        "serves one step alone, as in TRL at first (issue 2769).",
         "ratio_std is 0, ratio_min and ratio_max are 1, also in the second, third and fourth step: "
         "a warning says so.",
         spread_of_ratio),
@@ -202,7 +203,7 @@ FAULTS = [
         "input_mask)[:, -T - 1:-1]  ",
         "The hidden state of a token predicts the next one. One place too early, each token is "
         "asked of the state that predicted the one before.",
-        "TRL, issue 3681 (the wrong slice of the logits).",
+        "TRL, issue 3681 (the wrong slice of the logits, of models that return all of them).",
         "The run stops: the ratio is not 1, a token is many nats off, at any temperature. "
         "--debug_step=True shows a trainer that finds most tokens unlikely.",
         other_token),
