@@ -25,7 +25,7 @@ from torch.nn.utils import vector_to_parameters
 from common.device import full_precision
 from common.script import seed_for
 from common.supervised import Progress
-from explain.account import gradient, kept
+from explain.account import flat, gradient, kept
 from judge.rewards import reward_facts, score
 from rollout import completion_logprobs
 from run.sampling import sample_completions
@@ -34,6 +34,7 @@ from tracin import target_number
 HALVES = 2
 AT_ONCE = 400   # completions that are sampled together; limits memory
 FOLDS = 4       # of a half: eight in all say how noisy a sum is
+SURE = 0.1      # of the completions: those that count most have a backward pass for certain
 
 
 class Point(NamedTuple):
@@ -91,6 +92,7 @@ class HeldOut(NamedTuple):
         vector_to_parameters(weights.to(setup.device), setup.trained)
         rollout, scores = self.sample()
         value, signal = centred(scores, torch.tensor(self.weights).double(), self.count)    # (N,)
+        signal = thinned(signal, seed_for("thinned"))
 
         # halves of the prompts, and folds of a half
         halves = min(HALVES, len(self.prompts))
@@ -105,7 +107,7 @@ class HeldOut(NamedTuple):
         slope = weights.new_zeros(halves, len(weights), device=setup.device)
         gains = torch.zeros(len(directions), halves, folds, dtype=torch.float64)
         for f in range(halves * folds):
-            g = self.slope_of(rollout, signal, (fold == f).nonzero()[:, 0])
+            g = self.slope_of(rollout, signal, ((fold == f) & (signal != 0)).nonzero()[:, 0])
             slope[f % halves] += g
             for d, direction in enumerate(directions):
                 gains[d, f % halves, f // halves] = g @ direction.to(g)
@@ -114,7 +116,7 @@ class HeldOut(NamedTuple):
     @full_precision()
     def slope_of(self, rollout, signal, rows):
         """What these rows add to the slope (W,): grad of the sum of signal x log-prob."""
-        total = 0.0
+        total = torch.zeros_like(flat(self.setup.trained))
         signal = signal.to(rollout.logp)
         for some in rows.to(rollout.logp.device).split(self.cfg.micro_batch_size):
             logp = completion_logprobs(
@@ -142,6 +144,17 @@ def centred(scores, weights, count):
     groups = away.view(-1, count)
     others = (groups.sum(1, keepdim=True) - groups) / max(1, count - 1)
     return value, (groups - others).flatten()
+
+
+def thinned(signal, seed):
+    """signal (N,) with most of its small numbers set to 0, and the others of these made larger, so
+    that on average nothing changes: a reward tells most completions hardly apart, and a backward
+    pass of each would take the most time of an account. The largest tenth stays as it is."""
+    size = signal.abs()
+    likely = (size / size.quantile(1 - SURE)).clamp(max=1)      # (N,) to be drawn; NaN: 0 / 0
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(len(size), dtype=size.dtype, generator=generator) < likely
+    return torch.where(drawn, signal / likely, 0.0)
 
 
 # ------------------------------------------------------------------------------------------------

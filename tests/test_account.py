@@ -11,7 +11,7 @@ import tracin
 from common.script import seed_for
 from explain.account import account, flat, replay, smoothness, train_again, walk_back
 from explain.story import row_of
-from explain.target import HeldOut, Sentences, follow
+from explain.target import HeldOut, Sentences, follow, thinned
 from explain.told import token_parts
 from rollout import completion_logprobs, concatenate, generate
 from worlds import TOKENIZER, forcing, number_gpt, refusal, settings, setup_of, shaken, skip_without
@@ -174,14 +174,16 @@ def held_out_slope_by_hand(setup, cfg, weights, count):
     target = held_out_of(setup, cfg, count)
     rollout, scores = target.sample()
     r = scores[:, 0]
-    total = 0.0
+    signal = []
     for i in range(len(r)):
         first = i // count * count
         others = [r[j] for j in range(first, first + count) if j != i]
         baseline = sum(others) / len(others)
+        signal.append((r[i] - baseline) / len(r))
+    total = 0.0
+    for i, x in enumerate(thinned(torch.stack(signal), seed_for("thinned"))):
         logp = completion_logprobs(setup.policy, rollout[[i]], cfg.eval_temperature).sum()
-        g = flat(torch.autograd.grad(logp, setup.trained, materialize_grads=True))
-        total = total + (r[i] - baseline) * g / len(r)
+        total = total + x * flat(torch.autograd.grad(logp, setup.trained, materialize_grads=True))
     return total, r.mean()
 
 
@@ -371,6 +373,18 @@ def test_the_slope_is_that_of_the_expected_reward(tmp_path):
     assert abs(float(point.parts.sum()) - exact_value) < 0.1
     error = float((point.slope.sum(0) - exact).norm() / exact.norm())
     assert error < 0.15, f"the slope is off by {error:.2f}"
+
+
+def test_thinning_changes_nothing_on_average():
+    """Small signals are drawn by their size, and then count for those that are not."""
+    signal = torch.tensor([0.1, 0.4, -0.2, 0.0, 5.0, -6.0, 0.01, 0.3, 1.0, 0.0, 3.0])
+    many = torch.stack([thinned(signal, seed) for seed in range(4000)])         # (4000, N)
+    error = (many.mean(0) - signal).abs()
+    assert (error < 4 * many.std(0) / 4000 ** 0.5 + 1e-6).all()
+    assert (many == 0).double().mean() > 0.5, "hardly anything was left out"
+    largest = signal.abs().argmax()
+    assert (many[:, largest] == signal[largest]).all()
+    assert not thinned(torch.zeros(3), 1).any()
 
 
 def enumerated(setup, cfg, reward):
