@@ -21,8 +21,8 @@ back to those by theta, m, v and g; the one by theta then gets H L_t too, since 
 H is the Hessian of the step's loss. In this derivative alone s is damped, s + 0.3 rms(s): where v
 is tiny a step is hardly more than a sign, and its derivative is huge and means nothing.
 
-S steps, I iterations of N rollouts, W trained weights end to end, K columns: sentences, or parts of
-one number.
+S steps, I iterations of N rollouts, W trained weights end to end, K columns: sentences, or the one
+number.
 """
 import math
 import tempfile
@@ -223,6 +223,7 @@ class Account(NamedTuple):
     """In the unit of f, of K columns."""
     shares: Tensor      # (K, I, N) of the rollouts: where the change came from
     effects: Tensor     # (K, I, N): the derivatives of the end by their weights
+    halves: Tensor      # (2, I, N) the same, without H, by halves of the held-out prompts; or none
     rest: dict          # {name: shares (K, I)}: of the rest of the loss, and of what is no loss
     directions: list    # S of (K, W): L_t, which the effects are products with
 
@@ -234,9 +235,10 @@ class Account(NamedTuple):
 def account(setup, cfg, states, taken, course, folder, hessian=True, damping=DAMPING):
     """The Account of the target whose target.Course along these states is given."""
     derivative = course.last, 0 * course.last, 0 * course.last
-    iterations = taken[-1].it + 1
-    shape = len(course.last), iterations, len(taken[0].batch.row_weights)
-    shares, effects = torch.zeros(2, *shape, dtype=torch.float64)
+    K = len(course.means[0])
+    shape = K, taken[-1].it + 1, len(taken[0].batch.row_weights)
+    shares = torch.zeros(shape).double()
+    effects = torch.zeros(len(course.last), *shape[1:]).double()
     is_on = dict(kl=cfg.kl_in_loss, entropy=cfg.entropy_coef, critic=cfg.critic)
     parts_of_loss = [part for part in is_on if is_on[part]]
     rest = {part: torch.zeros(shape[:2]).double() for part in (*parts_of_loss, "decay", "momentum")}
@@ -245,21 +247,21 @@ def account(setup, cfg, states, taken, course, folder, hessian=True, damping=DAM
     steps = walk_back(setup, states, taken, course.means)
     for done, (k, before, after, slope, G) in enumerate(steps, 1):
         L, derivative = taken_back(k, before, after, derivative, damping)
-        products = multiplied(setup, cfg, k, before[0], torch.cat([G, L]))          # (2 K, N)
-        shares[:, k.it] += products[:len(G)]
-        effects[:, k.it] += products[len(G):]
-        directions.append(kept(L, folder))
+        products = multiplied(setup, cfg, k, before[0], torch.cat([G, L]))
+        shares[:, k.it] += products[:K]
+        effects[:, k.it] += products[K:]
+        directions.append(kept(L[:K], folder))
         for part in parts_of_loss:
             g = gradient_of(grpo.losses, setup, cfg, k.batch, k.step, part)
             rest[part][:, k.it] += (G @ flat(g.values())).cpu()
         rest["decay"][:, k.it] -= k.lr * (slope @ (k.decay * before[0])).cpu()
-        if hessian:
-            derivative[0] += hessian_times(setup, cfg, k, before[0], L)
+        if hessian:     # the most expensive part: halves do without
+            derivative[0][:K] += hessian_times(setup, cfg, k, before[0], L[:K])
         if progress.is_due():
             progress.show(done)
     # of what m held before the first step
     rest["momentum"][:, k.it] = k.b1 / (1 - k.b1) / k.clip * (G @ before[1]).cpu()
-    return Account(shares, effects, rest, directions[::-1])
+    return Account(shares, effects[:K], effects[K:], rest, directions[::-1])
 
 
 def walk_back(setup, states, taken, means):

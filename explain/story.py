@@ -93,12 +93,7 @@ def far_from_run(setup, target, course, states, folder, path, last):
     if torch.equal(saved, states[-1][0].cpu()):
         return []
     ends = target.at(saved, with_slope=False).parts.sum(1)                          # (K,)
-    change = course.change
-    if target.adds_up:
-        ends = ends.sum(0, keepdim=True)
-        change = change.sum(0, keepdim=True)
-    replayed = course.values[-1].sum(0, keepdim=True) if target.adds_up else course.values[-1]
-    off = ((replayed - ends).abs() / change.abs().clamp(min=1e-30)).max()
+    off = ((course.values[-1] - ends).abs() / course.change.abs().clamp(min=1e-30)).max()
     threads = read_json(f"{folder}/config.json").get("threads")
     causes = (f"threads (then {threads}, now {torch.get_num_threads()}: --threads={threads}), a "
               "GPU, another machine or version, settings that changed, a reward that draws random "
@@ -222,8 +217,7 @@ def told_of(world, target, text, sentence, i):
     """Story number i, its tables and its cards. text, sentence: a prompt, and a Rollout of one row;
     or "" and None where the number is no sentence's."""
     setup, cfg, states, taken, since, course, found, smooth = world
-    columns = list(range(len(found.shares))) if sentence is None else [i]
-    story = told.story_of(target, course, found, columns, taken, since, smooth)
+    story = told.story_of(target, course, found, i, taken, since, smooth)
     tables = [told.by_iteration(story)]
     cards = {}
     if sentence is not None:
@@ -232,8 +226,8 @@ def told_of(world, target, text, sentence, i):
     if story.error > told.USELESS:
         return story, tables, cards
     steps = list(walk_back(setup, states, taken, course.means))[::-1]
-    by_share = [G[columns].sum(0) for *_, G in steps]
-    by_effect = [x[columns].sum(0) for x in found.directions]
+    by_share = [G[i] for *_, G in steps]
+    by_effect = [x[i] for x in found.directions]
     tables += [told.gathered(story), told.by_token(story, setup, cfg, states, by_share)]
     is_smooth = smooth >= SMOOTH
     directions = by_effect if is_smooth else by_share

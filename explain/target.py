@@ -11,8 +11,8 @@ The slope of an expected reward R = E[r(o)] is E[r(o) grad log p(o)], the score 
 that these very weights draw. From a completion's reward the mean of the others of its prompt is
 taken off, which changes no expectation and most of the noise.
 
-S steps, W trained weights end to end, K columns: halves of the held-out prompts, which add up, or
-sentences. F parts of a column add up to it: folds of the prompts, or tokens.
+S steps, W trained weights end to end, K columns: sentences, or the one number. F parts of a column
+add up to it: folds of the prompts, or tokens.
 """
 import math
 from dataclasses import replace
@@ -31,16 +31,16 @@ from rollout import completion_logprobs
 from run.sampling import sample_completions
 from tracin import target_number
 
-HALVES = 2
+HALVES = 2      # of the held-out prompts: do both say the same of a rollout?
+FOLDS = 8       # of them: how noisy is a sum?
 AT_ONCE = 400   # completions that are sampled together; limits memory
-FOLDS = 4       # of a half: eight in all say how noisy a sum is
 SURE = 0.1      # of the completions: those that count most have a backward pass for certain
 
 
 class Point(NamedTuple):
     """The target at some weights."""
     parts: Tensor   # (K, F): of its value
-    slope: Tensor   # (K, W)
+    slope: Tensor   # (K, W); but (2, W) of the halves of the prompts, which add up, of HeldOut
     gains: Tensor   # (D, K, F) of D directions (W,): <slope, direction>; F is 1 but for HeldOut
 
 
@@ -58,7 +58,7 @@ class HeldOut(NamedTuple):
     prompts: list
     count: int          # completions of each prompt
 
-    adds_up = True      # its columns
+    is_sampled = True
 
     @property
     def title(self):
@@ -94,23 +94,23 @@ class HeldOut(NamedTuple):
         value, signal = centred(scores, torch.tensor(self.weights).double(), self.count)    # (N,)
         signal = thinned(signal, seed_for("thinned"))
 
-        # halves of the prompts, and folds of a half
-        halves = min(HALVES, len(self.prompts))
-        folds = min(FOLDS, len(self.prompts) // halves)
-        prompt = torch.arange(len(value)) // self.count
-        fold = prompt % (halves * folds)
-        parts = torch.zeros(halves * folds, dtype=torch.float64).index_add_(0, fold, value)
-        parts = parts.view(folds, halves).T
+        # by folds of the prompts
+        folds = min(FOLDS, len(self.prompts))
+        fold = torch.arange(len(value)) // self.count % folds
+        parts = torch.zeros(1, folds, dtype=torch.float64).index_add_(1, fold, value[None])
         if not with_slope:
             return Point(parts, None, None)
 
-        slope = weights.new_zeros(halves, len(weights), device=setup.device)
-        gains = torch.zeros(len(directions), halves, folds, dtype=torch.float64)
-        for f in range(halves * folds):
-            g = self.slope_of(rollout, signal, ((fold == f) & (signal != 0)).nonzero()[:, 0])
-            slope[f % halves] += g
+        slope = weights.new_zeros(HALVES, len(weights), device=setup.device)
+        gains = torch.zeros(len(directions), 1, folds, dtype=torch.float64)
+        for f in range(folds):
+            rows = ((fold == f) & (signal != 0)).nonzero()[:, 0]
+            if not len(rows):       # equal rewards
+                continue
+            g = self.slope_of(rollout, signal, rows)
+            slope[f % HALVES] += g
             for d, direction in enumerate(directions):
-                gains[d, f % halves, f // halves] = g @ direction.to(g)
+                gains[d, 0, f] = g @ direction.to(g)
         return Point(parts, slope, gains)
 
     @full_precision()
@@ -126,9 +126,9 @@ class HeldOut(NamedTuple):
 
 
 def noise_of(parts):
-    """The standard error of the sum of parts (K, F), by how much they differ; NaN of one."""
-    n = parts.numel()
-    return float(parts.flatten().std() * math.sqrt(n)) if n > 1 else math.nan
+    """The standard error of the sum of parts (F,), by how much they differ; NaN of one."""
+    n = len(parts)
+    return float(parts.std() * math.sqrt(n)) if n > 1 else math.nan
 
 
 def centred(scores, weights, count):
@@ -167,7 +167,7 @@ class Sentences(NamedTuple):
     cfg: Any
     rollout: Any        # a Rollout of K rows
 
-    adds_up = False
+    is_sampled = False
     title = "log p"
     about = "the log-prob of a sentence"
     rollouts = 0        # that are sampled for it
@@ -191,7 +191,7 @@ class Function(NamedTuple):
     cfg: Any
     batch: Any
 
-    adds_up = False
+    is_sampled = False
     title = "target"
     about = "the number that target(policy, tokenizer, batch) of the config file returns"
     rollouts = 0
@@ -220,7 +220,8 @@ class Course(NamedTuple):
     parts: Tensor       # (S + 1, K, F) of its value before each step and after the last
     gains: Tensor       # (S, K, F') of <mean slope, step>: nearly its changes
     means: list         # S mean slopes (K, W) on the way of a step
-    last: Tensor        # (K, W) the slope at the end
+    # (K, W) the slope at the end; then of what else effects are asked for: halves of the prompts
+    last: Tensor
 
     @property
     def values(self):   # (S + 1, K)
@@ -234,6 +235,9 @@ class Course(NamedTuple):
 def follow(target, states, folder, parts=1):
     """The Course of a target along the states of a run. The mean slope on the straight line of a
     step is that of `parts` parts of it, by the trapezoid rule: 1 takes the mean of both ends."""
+    def slope_of(point):
+        return point.slope.sum(0, keepdim=True) if target.is_sampled else point.slope
+
     ways = [after[0] - before[0] for before, after in zip(states, states[1:])]
     progress = Progress("target", "point", len(ways) * parts + 1)
     end = target.at(states[0][0], ways[:1])
@@ -247,11 +251,13 @@ def follow(target, states, folder, parts=1):
         end = target.at(states[t + 1][0], ways[t:t + 2])
         points.append(end)
         shares = [0.5, *[1.0] * (parts - 1), 0.5]
-        mean = sum(share * point.slope for share, point in zip(shares, points)) / parts
+        mean = sum(share * slope_of(point) for share, point in zip(shares, points)) / parts
         along = [points[0].gains[-1], *(point.gains[0] for point in points[1:])]
         means.append(kept(mean, folder))
         gains.append(sum(share * gain for share, gain in zip(shares, along)) / parts)
         values.append(end.parts)
         if progress.is_due():
             progress.show((t + 1) * parts + 1)
-    return Course(torch.stack(values), torch.stack(gains), means, end.slope)
+    halves = [end.slope] if target.is_sampled else []
+    last = torch.cat([slope_of(end), *halves])
+    return Course(torch.stack(values), torch.stack(gains), means, last)

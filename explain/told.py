@@ -55,35 +55,19 @@ class Story(NamedTuple):
         return abs(self.together - self.change) / max(abs(self.change), 1e-30)
 
 
-def column(course, found, i):
-    """What a Story needs of column i alone: fields as a dict."""
-    rest = {name: x[i] for name, x in found.rest.items()}
-    return dict(values=course.values[:, i], gains=course.gains[:, i].sum(1),
-                shares=found.shares[i], effects=found.effects[i], rest=rest, noise={},
-                agreement=math.nan)
-
-
-def halves(course, found):
-    """The same of columns that are halves of one expected reward."""
-    change = course.parts[-1] - course.parts[0]                                     # (K, F)
-    along = course.gains.sum(0)                                                     # (K, F)
-    noise = dict(change=noise_of(change), sum=noise_of(along), difference=noise_of(along - change))
-    rest = {name: x.sum(0) for name, x in found.rest.items()}
+def story_of(target, course, found, i, taken, since, smooth):
+    """The Story of column i."""
+    noise = {}
     agreement = math.nan
-    if len(found.effects) == 2:
-        agreement = float(torch.corrcoef(found.effects.flatten(1))[0, 1])
-    return dict(values=course.values.sum(1), gains=course.gains.sum((1, 2)),
-                shares=found.shares.sum(0), effects=found.effects.sum(0), rest=rest,
-                noise=noise, agreement=agreement)
-
-
-def story_of(target, course, found, columns, taken, since, smooth):
-    """The Story of these columns, which are one number."""
-    if target.adds_up:
-        own = halves(course, found)
-    else:
-        own = column(course, found, columns[0])
-    return Story(name=target.title, taken=taken, since=since, smooth=smooth, **own)
+    if target.is_sampled:
+        change = course.parts[-1, i] - course.parts[0, i]                           # (F,)
+        along = course.gains[:, i].sum(0)                                           # (F,)
+        noise = dict(change=noise_of(change), sum=noise_of(along),
+                     difference=noise_of(along - change))
+        agreement = float(torch.corrcoef(found.halves.flatten(1))[0, 1])
+    rest = {name: x[i] for name, x in found.rest.items()}
+    return Story(target.title, taken, since, course.values[:, i], course.gains[:, i].sum(1),
+                 found.shares[i], found.effects[i], rest, noise, agreement, smooth)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -198,15 +198,13 @@ def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
 
     course = follow(held_out_of(setup, cfg), states, str(tmp_path))
     found = account(setup, cfg, states, taken, course, str(tmp_path), hessian=False)
-    assert len(found.shares) == 2, "there are two halves of the held-out prompts"
-    whole = found._replace(shares=found.shares.sum(0, keepdim=True), rest={
-        name: x.sum(0, keepdim=True) for name, x in found.rest.items()})
+    assert (found.halves.sum(0) - found.effects[0]).abs().max() < 1e-9, "halves do not add up"
     by_score = [held_out_slope_by_hand(setup, cfg, x, 6) for x in weights]
-    check_shares(world, whole, [slope for slope, _ in by_score])
+    check_shares(world, found, [slope for slope, _ in by_score])
     for t, (_, value) in enumerate(by_score):
         assert abs(course.values[t].sum() - value) < 1e-9
     gains = float(course.gains.sum())
-    assert abs(gains - whole.together) < 1e-9 * float(whole.shares.abs().max())
+    assert abs(gains - found.together) < 1e-9 * float(found.shares.abs().max())
 
 
 def check_shares(world, found, slopes):
