@@ -214,25 +214,27 @@ class Replayed(NamedTuple):
 
 
 def told_of(world, target, text, sentence, i):
-    """Story number i, its tables and its cards. text, sentence: a prompt, and a Rollout of one row;
-    or "" and None where the number is no sentence's."""
+    """Of number i: sentences, the figure, tables, cards. text, sentence: a prompt, and a Rollout of
+    one row; or "" and None where the number is no sentence's."""
     setup, cfg, states, taken, since, course, found, smooth = world
     story = told.story_of(target, course, found, i, taken, since, smooth)
-    tables = [told.by_iteration(story)]
+    figure = told.figure_of(story)
+    iterations = told.by_iteration(story)
     cards = {}
     if sentence is not None:
         change = pieces_of(sentence, course.parts[-1, i] - course.parts[0, i], setup.tokenizer)
         cards["The sentence"] = [(f"{story.change:+.3f}", text, change)]
     if story.error > told.USELESS:
-        return story, tables, cards
+        return told.lines_of(story, None), figure, [iterations], cards
     steps = list(walk_back(setup, states, taken, course.means))[::-1]
     by_share = [G[i] for *_, G in steps]
     by_effect = [x[i] for x in found.directions]
-    tables += [told.gathered(story), told.by_token(story, setup, cfg, states, by_share)]
+    tokens = told.by_token(story, setup, cfg, states, by_share)
+    tables = [told.gathered(story), tokens, iterations]
     is_smooth = smooth >= SMOOTH
     directions = by_effect if is_smooth else by_share
     cards |= told.cards_of(story, setup, cfg, states, directions, is_smooth)
-    return story, tables, cards
+    return told.lines_of(story, tokens), figure, tables, cards
 
 
 def main(argv):
@@ -265,16 +267,17 @@ def main(argv):
     smooth = smoothness(setup, cfg, states, taken, seed_for("smoothness"))
 
     about = f"{folder}, iterations {since + 1} to {end}: {target.about}. {told.ABOUT}"
-    lines = [*note, told.say_smooth(smooth, SMOOTH, target.rollouts > 0)]
+    lines = []
     cards = {}
     tables = []
     figure = ""
     world = Replayed(setup, cfg, states, taken, since, course, found, smooth)
     for i, (text, sentence) in enumerate(sentences or [("", None)]):
-        story, own_tables, own_cards = told_of(world, target, text, sentence, i)
-        lines += told.lines_of(story)
-        figure += told.figure_of(story)
+        own_lines, own_figure, own_tables, own_cards = told_of(world, target, text, sentence, i)
+        lines += own_lines
+        figure += own_figure
         tables += own_tables
         number = f"{i + 1}. " * (len(sentences) > 1)
         cards |= {number + heading: some for heading, some in own_cards.items()}
+    lines += [told.say_smooth(smooth, SMOOTH, target.rollouts > 0), *note]
     show(folder, "account", about, lines, cards, tables, figure, told.TINT)

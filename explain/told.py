@@ -178,6 +178,7 @@ class Rows(NamedTuple):
     advantage: Tensor
     length: Tensor      # tokens that the policy drew
     prompt: list        # texts
+    completion: list
 
 
 def rows_of(story):
@@ -188,7 +189,8 @@ def rows_of(story):
         torch.cat([story.shares[it] for it in batches]),
         flat(lambda batch: batch.rewards), flat(lambda batch: batch.row_advantages),
         flat(lambda batch: batch.rollout.sampled_mask.sum(1)),
-        [prompt.text for batch in batches.values() for prompt in batch.prompts])
+        [prompt.text for batch in batches.values() for prompt in batch.prompts],
+        [text for batch in batches.values() for text in batch.completions])
 
 
 def directions_of(advantage):
@@ -228,20 +230,23 @@ def gathered(story):
 
 
 def taught(story):
-    """A sentence: the rewards and directions that gave most."""
+    """Sentences: the rewards and directions that gave most, and a rollout of these."""
     rows = rows_of(story)
     total = float(rows.share.sum())
     names, band = bands(rows.reward, "reward")
     ways, way = directions_of(rows.advantage)
-    cells = [(float(rows.share[pick].sum()), int(pick.sum()), name, how)
-             for i, name in enumerate(names) for j, how in enumerate(ways)
-             if (pick := (band == i) & (way == j)).any()]
+    cells = {(name, how): pick for i, name in enumerate(names) for j, how in enumerate(ways)
+             if (pick := (band == i) & (way == j)).any()}
     if not cells or not total:
         return ""
-    share, count, name, how = max(cells, key=lambda cell: cell[0] * math.copysign(1, total))
-    return (f"What gave most of it: the {count} of {len(rows.share)} rollouts with {name} and "
-            f"{how}: {share:+.{digits_of(story)}f}, {100 * share / total:.0f} % of what all "
-            "rollouts gave.")
+    towards = rows.share * math.copysign(1, total)
+    (name, how), pick = max(cells.items(), key=lambda cell: float(towards[cell[1]].sum()))
+    share = float(rows.share[pick].sum())
+    first = int(towards.masked_fill(~pick, -math.inf).argmax())
+    return (f"What taught it most: the {int(pick.sum())} of {len(rows.share)} rollouts with {name} "
+            f"and {how}. They gave {share:+.{digits_of(story)}f}, {100 * share / total:.0f} % of "
+            f"what all rollouts gave; for example {rows.prompt[first][:60]!r} -> "
+            f"{rows.completion[first][:80]!r}.")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -336,9 +341,8 @@ def cards_of(story, setup, cfg, states, directions, by_effect):
 # all of it
 
 
-ABOUT = ("A rollout's share is what it gave of the change; shares add up, single ones may be large "
-         "and cancel. What the number would be at the end without a rollout is another question, "
-         "answered by a derivative through the whole run.")
+ABOUT = ("Which of the rollouts that it was trained on made this number rise or fall? A rollout's "
+         "share is what it gave of the change. Shares add up; single ones may be large and cancel.")
 TINT = "part in that"
 
 
@@ -369,14 +373,21 @@ def say_agreement(r):
             f"the other it has a correlation of {r:.2f} (1: signal, 0: noise).")
 
 
-def lines_of(story):
-    """Sentences."""
-    found = [course_of(story), closing(story), *warnings(story)]
+def lines_of(story, tokens):
+    """Sentences. tokens: by_token's Table, or None."""
+    found = [course_of(story)]
     if story.error <= USELESS:
-        found.append(taught(story))
+        found += [taught(story), say_tokens(tokens)]
+    found += [closing(story), *warnings(story)]
     if story.agreement == story.agreement:
         found.append(say_agreement(story.agreement))
     return [text for text in found if text]
+
+
+def say_tokens(tokens):
+    """The tokens that gave most. tokens: by_token's Table."""
+    most = [f"{name} ({part})" for name, _, _, part in tokens.rows[:3]]
+    return f"Its tokens, by their part of that: {', '.join(most)}." if most else ""
 
 
 def figure_of(story):
