@@ -114,7 +114,7 @@ def score_by(name, function, prompts, completions, facts=None):
 
     # None abstains; all else is a number
     try:
-        if isinstance(values, dict):    # a list of it has the keys
+        if isinstance(values, (dict, bytes, bytearray)):    # a list of it has the keys, the bytes
             raise TypeError
         values = list(values)
         numbers = [math.nan if v is None else float(v) for v in values]

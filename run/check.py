@@ -86,7 +86,7 @@ def is_text(name, value):
             value.encode()
     except UnicodeEncodeError:      # half a character
         return False
-    return value != ""
+    return value != "" and "\0" not in value
 
 
 def what_it_must_be(name, value, hint):
@@ -98,7 +98,7 @@ def what_it_must_be(name, value, hint):
     # text must be something that files and shells can hold
     texts = value if type(value) is tuple else (value,)
     if not all(is_text(name, text) for text in texts if type(text) is str):
-        return "text that is not empty and has no half character"
+        return "text that is not empty and has no NUL and no half character"
 
     # numbers: also finite, and no larger than what torch and JSON can hold
     if type(value) not in (int, float):

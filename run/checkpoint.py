@@ -30,6 +30,8 @@ from run.settings import load_settings
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 # settings that may differ in the same run
 FREE = ("out_dir", "log_micro", "wandb_project", "threads", "keep_checkpoints")
+COUNTS = ("iteration", "num_tokens", *LOGS)     # in a checkpoint; of a log its size in bytes
+TABLES = ("settings", "shape", "policy")
 
 
 def append_rows(folder, name, rows):
@@ -143,11 +145,20 @@ def newest_checkpoint(folder, before=False):
 def read_checkpoint(path):
     """The content of a checkpoint."""
     content = load_file(path, "run")
+
+    # what others rely on has the right type
     with undamaged(path):
-        iteration = content["iteration"]
-    if iteration != iterations_of(path):    # the newest is found by its name
-        raise BadInput(f"{path}: was written after {iteration} iterations: rename it to "
-                       f"ckpt_{iteration:06}.pt")
+        for name in COUNTS:
+            if type(content[name]) is not int or content[name] < 0:
+                raise TypeError(f"{name} is not a count")
+        for name in TABLES:
+            if not isinstance(content[name], dict):
+                raise TypeError(f"{name} is not a dict")
+
+    # the newest is found by its name
+    if content["iteration"] != iterations_of(path):
+        raise BadInput(f"{path}: was written after {content['iteration']} iterations: rename "
+                       f"it to ckpt_{content['iteration']:06}.pt")
     return content
 
 

@@ -116,8 +116,8 @@ def test_a_shape_that_does_not_fit_the_weights_is_one_line(tmp_path):
     """Before memory for it is taken."""
     path = f"{tmp_path}/odd.pt"
     model = random_gpt()
-    for shape in (dict(no_such_field=1), dict(n_layer=5), dict(n_head=0), dict(norm_eps="x"),
-                  dict(vocab_size=10 ** 12), dict(local_layers=1)):
+    for shape in (dict(no_such_field=1), dict(n_layer=5), dict(n_layer=10 ** 7), dict(n_head=0),
+                  dict(norm_eps="x"), dict(vocab_size=10 ** 12), dict(local_layers=1)):
         save_file(path, "policy", config=vars(model.config) | shape, model=model.state_dict())
         assert_refused("odd.pt", load_gpt, path)
 

@@ -188,7 +188,7 @@ def test_scores_are_columns_and_none_is_nan():
 
 def test_a_reward_that_returns_something_else_is_named():
     for values in (None, 3, [1], [1, 2, 3], ["a", "b"], [math.inf, 1], [math.nan, 1],
-                   [[1], [2]], {1: 2, 3: 4}, torch.ones(2, 2), ["1", "2"], "12",
+                   [[1], [2]], {1: 2, 3: 4}, torch.ones(2, 2), ["1", "2"], "12", b"xy",
                    [1e20, 1], [10 ** 400, 1], map(float, ("inf", "1"))):
         assert_refused("reward 'r'", score, {"r": lambda completions: values}, ASKED, ANSWERS)
 

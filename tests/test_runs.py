@@ -492,6 +492,8 @@ DAMAGE = {
     "half an optimizer": lambda run: rewrite_checkpoint(
         run, optimizer={"state": {0: {"step": torch.ones(())}}}),
     "no weights": lambda run: rewrite_checkpoint(run, policy=None),
+    "a count that is text": lambda run: rewrite_checkpoint(run, num_tokens="5"),
+    "a size below zero": lambda run: rewrite_checkpoint(run, **{"metrics.jsonl": -1}),
     "no checkpoint": lose_the_checkpoints,
     "a lost log": lambda run: os.remove(run / "samples.jsonl")}
 
@@ -559,6 +561,7 @@ REFUSALS = """
 --prompt_words=(30, 40) | prompts
 --num_prompts=1000000000 | num_prompts
 --out_dir={policy}/run | out_dir
+--out_dir='a\x00b' | out_dir
 --wandb_project=x | wandb
 """
 
