@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig, attend
+from by_hand import hidden_by_hand
 from common.device import autocast
-from worlds import SHAPES, assert_near, hidden_by_hand, random_gpt, random_ids
+from worlds import SHAPES, assert_near, random_gpt, random_ids
 
 exact = functools.partial(assert_near, atol=1e-11)
 every_shape = pytest.mark.parametrize("shape", SHAPES)

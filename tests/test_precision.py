@@ -3,22 +3,25 @@ import pytest
 import torch
 
 import run.evaluation
-from explain import target, words
+from explain import target
+from explain import words as sentences
 from common.device import full_precision
-from rollout import completion_logprobs
+from rollout import completion_logprobs, generate
 from run import precision
-from worlds import WORDS, WORD_PROMPTS, printed, settings, setup_of, word_gpt
+from worlds import WORDS, WORD_PROMPTS, printed, setup_of, word_gpt, words
 
 
-def word_nets():
-    cfg = settings(num_generations=4)
+@pytest.fixture
+def half():
+    """Setup in bfloat16, and its settings."""
+    cfg = words()
     setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
     setup.dtype = torch.bfloat16
     return setup, cfg
 
 
-def test_bfloat16_that_holds_is_used_and_nothing_is_said():
-    setup, cfg = word_nets()
+def test_bfloat16_that_holds_is_used_and_nothing_is_said(half):
+    setup, cfg = half
     before = torch.get_rng_state()
     assert printed(precision.check_precision, setup, cfg) == ""
     assert setup.dtype == torch.bfloat16
@@ -26,30 +29,25 @@ def test_bfloat16_that_holds_is_used_and_nothing_is_said():
     assert all(p.grad is None for p in setup.policy.parameters())
 
 
-def test_bfloat16_that_does_not_hold_is_turned_off(monkeypatch):
-    setup, cfg = word_nets()
+@pytest.mark.parametrize("whose", ("trainer", "sampler"))
+def test_bfloat16_that_does_not_hold_is_turned_off(whose, half, monkeypatch):
+    setup, cfg = half
 
-    def off_under_autocast(*args):
+    def trainer(*args):
         return completion_logprobs(*args) + (0.5 if torch.is_autocast_enabled("cpu") else 0.0)
 
-    monkeypatch.setattr(precision, "completion_logprobs", off_under_autocast)
-    out = printed(precision.check_precision, setup, cfg)
-    assert out.startswith("note: bfloat16 off: log-probs are off by 0.5")
-    assert setup.dtype == torch.float32
-
-
-def test_sampling_that_does_not_hold_is_found():
-    setup, cfg = word_nets()
-    generate = setup.generate
-
-    def off(*args, **how):
+    def sampler(*args, **how):
         rollout = generate(*args, **how)
         rollout.logp += 0.5
         return rollout
 
-    setup.generate = off
+    if whose == "trainer":
+        monkeypatch.setattr(precision, "completion_logprobs", trainer)
+    else:
+        setup.generate = sampler
     out = printed(precision.check_precision, setup, cfg)
-    assert out.startswith("note: bfloat16 off: log-probs of sampling are off by 0.5")
+    assert out.startswith("note: ") and "bfloat16" in out and "0.5" in out
+    assert setup.dtype == torch.float32
 
 
 @pytest.fixture
@@ -67,18 +65,25 @@ def test_full_precision_ends_with_its_block(tf32):
     assert torch.get_float32_matmul_precision() == "high"
 
 
+def perplexity(setup, rollout, cfg):
+    run.evaluation.perplexity_under(setup.base, rollout, cfg)
+
+
+def account(setup, rollout, cfg):
+    rows = torch.arange(len(rollout.ended))
+    target.HeldOut("reward", setup, cfg, {}, [], [], 1).slope_of(rollout, torch.ones(len(rows)), rows)
+
+
+def words_of(setup, rollout, cfg):
+    target_gradient = {p: p.detach() for p in setup.trained}
+    sentences.logprob_changes(setup.policy, target_gradient, rollout, 1.0)
+
+
 @pytest.mark.parametrize("module, call", [
-    (run.evaluation, lambda setup, rollout, cfg: run.evaluation.perplexity_under(
-        setup.base, rollout, cfg)),
-    (target, lambda setup, rollout, cfg: target.HeldOut(
-        "reward", setup, cfg, {}, [], [], 1).slope_of(
-            rollout, torch.ones(len(rollout.ended)), torch.arange(len(rollout.ended)))),
-    (words, lambda setup, rollout, cfg: words.logprob_changes(
-        setup.policy, {p: p.detach() for p in setup.trained}, rollout, 1.0))],
-    ids=["perplexity", "account", "words"])
-def test_what_is_called_float32_is_not_tf32(tf32, monkeypatch, module, call):
+    (run.evaluation, perplexity), (target, account), (sentences, words_of)])
+def test_what_is_called_float32_is_not_tf32(tf32, half, monkeypatch, module, call):
     """Forward and backward, which another hook sees."""
-    setup, cfg = word_nets()
+    setup, cfg = half
     rollout = precision.few_rows(setup, cfg)[0]
     seen = []
 

@@ -1,7 +1,7 @@
 """Dynamic sampling (zero_std_groups = "resample") beside a plain Python of it."""
 import itertools
-import re
-import statistics
+import math
+from statistics import mean, stdev
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from data.tokenizer import texts_of
 from run.metrics import batch_metrics, rollout_toxicity
 from run.run import sample_rows
 from run.sampling import sample_completions
-from worlds import WORDS, letters, read_rows, settings, setup_of, shaken, untimed_metrics, word_gpt
+from worlds import WORDS, letters, settings, setup_of, shaken, untimed_metrics, word_gpt
 
 TEXTS = ("I am", "you are so", "what", "the end of it", "no", "why would you say that", "it is",
          "a b c d", "and then", "o")
@@ -71,20 +71,21 @@ def resampled_by_hand(setup, cfg, it):
 
 
 @pytest.mark.parametrize("function, it", [
-    *((some_dull, it) for it in range(4)), (letters, 0), (all_dull, 0)])
+    (some_dull, 0), (some_dull, 1), (some_dull, 3), (letters, 0), (all_dull, 0)])
 def test_groups_are_those_of_plain_python(function, it):
     setup, cfg = setup_and_cfg(function)
     groups, sizes = resampled_by_hand(setup, cfg, it)
     assert function == letters or len(sizes) > 1, "this world resamples nothing"
     batch = grpo.collect_iteration(setup, it, cfg)
+    assert batch.rounds == sizes
     prompts, completions, rewards = zip(*sum(groups, []))
     assert tuple(prompt.text for prompt in batch.prompts) == prompts
     assert tuple(batch.completions) == completions, "a row has another row's completion"
     assert batch.rewards.tolist() == pytest.approx(rewards), "a row has another row's reward"
     assert texts_of(setup.tokenizer, batch.rollout) == batch.completions
-    means = [statistics.mean(row[2] for row in rows) for rows in groups for _ in rows]
-    spread = statistics.stdev(rewards)      # of the last batch, not of the one before
-    expected = [(x - mean) / (spread + 1e-4) for x, mean in zip(rewards, means)]
+    means = [mean(row[2] for row in rows) for rows in groups for _ in rows]
+    spread = stdev(rewards)      # of the last batch, not of the one before
+    expected = [(x - of_group) / (spread + 1e-4) for x, of_group in zip(rewards, means)]
     assert batch.advantages.tolist() == pytest.approx(expected, abs=1e-4)
     differ = [differs(rows) for rows in groups for _ in rows]
     learned = [i for step in grpo.optimizer_steps(batch, cfg, 3) for i in step.rows.tolist()]
@@ -94,7 +95,6 @@ def test_groups_are_those_of_plain_python(function, it):
     assert m["num_steps"] == any(differ)
     assert m["resample/rounds"] == len(sizes) - 1 <= cfg.max_resamples
     assert m["resample/used"] == pytest.approx(sum(differ) / G / sum(sizes))
-    assert batch.rounds == sizes
 
 
 @pytest.mark.parametrize("knobs", (dict(), dict(mask_truncated_completions=True, top_k=9)))
@@ -109,47 +109,42 @@ def test_metrics_and_samples_are_of_all_that_was_sampled(knobs):
 
     setup, cfg = setup_and_cfg(noted, **knobs)
     batch = grpo.collect_iteration(setup, 0, cfg)
-    grpo.update(setup, batch, None, cfg, 3)
-    m = batch_metrics(batch, cfg)
-    rewards = [reward for _, _, reward in called]
     assert len(batch.rounds) > 1 and len(called) == G * sum(batch.rounds)
     groups = [called[i:i + G] for i in range(0, len(called), G)]
-    equal = [not differs(rows) for rows in groups]
-    assert m["reward"] == pytest.approx(statistics.mean(rewards))
-    assert m["reward_std"] == pytest.approx(statistics.stdev(rewards))
-    assert m["rewards/reward/mean"] == pytest.approx(statistics.mean(rewards))
-    assert m["frac_reward_zero_std"] == pytest.approx(statistics.mean(equal))
-    assert m["resample/used"] == pytest.approx(1 - statistics.mean(equal))
+    rewards = [reward for _, _, reward in called]
+    learned = [reward for rows in groups if differs(rows) for _, _, reward in rows]
     rollouts = [part.rollout for part in (batch, *batch.replaced)]
-    lengths = [n for r in rollouts for n in r.sampled_mask.sum(1).tolist()]
-    assert m["completions/mean_length"] == pytest.approx(statistics.mean(lengths))
-    ended = [float(x) for r in rollouts for x in r.ended]
-    assert m["completions/clipped_ratio"] == pytest.approx(1 - statistics.mean(ended))
     entropies = [x for r in rollouts for row, mask, end in zip(r.entropy, r.sampled_mask, r.ended)
                  for x in row[mask].tolist() if end or not cfg.mask_truncated_completions]
-    assert m["entropy"] == pytest.approx(statistics.mean(entropies), rel=1e-5)
+    m = batch_metrics(batch, cfg)
+    expected = {
+        "reward": mean(rewards), "reward_std": stdev(rewards), "rewards/reward/mean": mean(rewards),
+        "frac_reward_zero_std": mean(not differs(rows) for rows in groups),
+        "completions/mean_length": mean(
+            n for r in rollouts for n in r.sampled_mask.sum(1).tolist()),
+        "completions/clipped_ratio": 1 - mean(float(x) for r in rollouts for x in r.ended),
+        "entropy": mean(entropies), "resample/reward": mean(learned)}
+    assert {name: m[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
     # a row for each of them; `learned` says which have a part in a step
     rows = sample_rows(0, batch, cfg)
     found = sorted((row["prompt"], row["completion"], row["reward"]) for row in rows)
     assert found == sorted(called)
-    learned = [row["reward"] for row in rows if row["learned"]]
-    expected = [reward for rows in groups if differs(rows) for _, _, reward in rows]
-    assert sorted(learned) == sorted(expected)
-    assert m["resample/reward"] == pytest.approx(statistics.mean(expected))
+    assert sorted(row["reward"] for row in rows if row["learned"]) == sorted(learned)
 
     def judge(completions):
         assert sorted(completions) == sorted(text for _, text, _ in called)
-        return torch.zeros(len(completions))
+        return torch.tensor([0.0, math.log(3)] * (len(completions) // 2))   # 1/2 and 3/4
 
     setup.judges = {"eval_judge": judge}
-    assert rollout_toxicity(batch, setup) == {"eval_judge/toxicity": 0.5}
+    assert rollout_toxicity(batch, setup) == {"eval_judge/toxicity": pytest.approx(5 / 8)}
+    setup.judges = {"judge": judge}
+    assert rollout_toxicity(batch, setup) == {}, "that is the judge of the reward"
 
 
 def test_dropped_groups_are_marked_in_the_samples():
     setup, cfg = setup_and_cfg(zero_std_groups="drop")
-    batch = grpo.collect_iteration(setup, 0, cfg)
-    rows = sample_rows(0, batch, cfg)
+    rows = sample_rows(0, grpo.collect_iteration(setup, 0, cfg), cfg)
     assert {row["prompt"] in DULL for row in rows} == {True, False}
     assert all(row["learned"] != (row["prompt"] in DULL) for row in rows)
 
@@ -164,7 +159,6 @@ def test_a_target_of_held_out_prompts_is_not_resampled():
 RULE = """
 judge = eval_judge = None
 zero_std_groups = "resample"
-log_micro = False
 
 def reward(prompts, completions):
     return [0.25 if len(prompt) % 2 else sum(map(ord, text)) % 101 / 101
@@ -176,27 +170,20 @@ def test_a_run_counts_all_rounds_and_goes_on_after_a_break(run_grpo, tmp_path, m
     rule = tmp_path / "rule.py"
     rule.write_text(RULE)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    rollouts = []
+    tokens = []
 
     def noted(*args):
         samples = sample_completions(*args)
-        rollouts.append(samples.rollout)
+        prompts = samples.rollout.attention_mask[:, :-samples.rollout.logp.shape[1]]
+        tokens.append(int(prompts.sum() + samples.rollout.completion_mask.sum()))
         return samples
 
     with monkeypatch.context() as patch:
         patch.setattr("grpo.sample_completions", noted)
-        out = run_grpo(whole, rule, "--max_iters=4")
+        run_grpo(whole, rule, "--max_iters=4")
     run_grpo(parts, rule, "--max_iters=2")
     run_grpo(parts, rule, "--max_iters=4", "--resume=True")
     metrics = untimed_metrics(whole)
     assert metrics == untimed_metrics(parts), "the continued run learned something else"
     assert max(m["resample/rounds"] for m in metrics) > 0
-    prompts = sum(int(r.attention_mask[:, :-r.logp.shape[1]].sum()) for r in rollouts)
-    completions = sum(int(r.completion_mask.sum()) for r in rollouts)
-    assert metrics[-1]["num_tokens"] == prompts + completions, "not the tokens of all rounds"
-    assert "[Micro" not in out, "log_micro = False is not heard"
-    speeds = map(int, re.findall(r"(\d+) tok/s", out))
-    for m, speed in zip(read_rows(whole / "metrics.jsonl"), speeds, strict=True):
-        rounds = [rollouts.pop(0) for _ in range(1 + m["resample/rounds"])]
-        sampled = sum(int(r.sampled_mask.sum()) for r in rounds)
-        assert abs(speed - sampled / m["step_time"]) < .51, "tok/s is not of all rounds"
+    assert metrics[-1]["num_tokens"] == sum(tokens), "not the tokens of all rounds"

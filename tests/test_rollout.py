@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from by_hand import logits_by_hand
 from common.device import autocast
 from common.files import ROOT
 from rollout import (
     BufferedLogProb, LogProb, completion_entropies, completion_logprobs, concatenate, draw,
     generate, truncate)
 from worlds import (
-    assert_near, forcing, generator_of, gradient, logits_by_hand, random_gpt, random_ids, refusal,
+    assert_near, forcing, generator_of, gradient, random_gpt, random_ids, refusal,
     same_rollout)
 
 PROMPTS = [[3, 1, 4], [5], [7, 2, 6, 5, 3]]

@@ -13,8 +13,8 @@ from grpo import collect, learning_rate, optimizer_steps, sync_reference, update
 from rollout import completion_entropies, generate
 from run.metrics import batch_metrics
 from worlds import (
-    PROMPTS, assert_near, forcing, forward, gradient, inputs_of, letters, number_gpt, plain_logps,
-    random_ids, refusal, setup_of, settings, shaken, steps_of, world)
+    PROMPTS, assert_close, assert_near, forcing, forward, gradient, inputs_of, letters, number_gpt,
+    plain_logps, random_ids, refusal, setup_of, settings, shaken, steps_of, world)
 
 NAN, INF = math.nan, math.inf
 
@@ -25,12 +25,6 @@ def moved():
 
 def weights_of(model):
     return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
-
-
-def assert_close(found, expected, what, tolerance=1e-5):
-    """Relative to the largest number."""
-    gap = float((found - expected).abs().max() / expected.abs().max())
-    assert gap <= tolerance, f"{what}: {gap:.1e} off"
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,16 +1,26 @@
 """
-Tiny worlds that the tests share, built within the process: random models and what they compute by
-hand, prompts and a tokenizer, settings, Setup, batches, comments, and how to read a refusal.
+What the tests share: small worlds to train in, random models, made-up comments, and how to read a
+refusal. All of it is made within the process and takes milliseconds.
 
-Two worlds to train in. Numbers: 12 tokens, a text is its tokens in words, "3 1 4", token 0 ends a
-completion. Words: the tokenizer of the default job cut to 300 tokens, four English prompts.
+    cfg = settings(beta=0.1)                    # settings of the tests, and those named here
+    setup, batch = world(cfg)                   # what grpo.py works with, and a batch it sampled
+    gradients, metrics = steps_of(setup, batch, cfg)        # grpo.update
+
+The world of numbers: a random GPT with 12 tokens, two prompts, six completions of at most five
+tokens each, so 12 rows. A text is its tokens in words, "3 1 4", and token 0 ends a completion.
+
+The world of words, for what needs text: the tokenizer of the default job cut to 300 tokens, four
+English prompts, four completions each. It is worked with in the same way:
+
+    cfg = words(beta=0.1)
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    batch = grpo.collect(setup, WORD_PROMPTS, cfg, seed=1)
 """
 import contextlib
 import copy
 import csv
 import io
 import json
-import math
 import os
 import random
 import runpy
@@ -21,7 +31,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import grpo
 from common.files import ROOT, read_rows
@@ -42,8 +51,12 @@ def seed_of(n):
     return 1000 * WORLD_SEED + n
 
 
+def generator_of(seed):
+    return torch.Generator().manual_seed(seed_of(seed))
+
+
 # ------------------------------------------------------------------------------------------------
-# random models, and their logits by hand
+# random models
 
 SHAPES = {
     "gpt2": {},
@@ -51,10 +64,6 @@ SHAPES = {
                   rope_scaling=(8.0, 0.5, 2.0, 16)),
     "qwen3": dict(rope_base=1e4, rms=True, swiglu=True, n_kv_head=1, qk_norm=True, head_dim=16),
     "neo": dict(window=4, local_layers=(1,), attn_scale=1.0, qkv_bias=False, exact_gelu=True)}
-
-
-def generator_of(seed):
-    return torch.Generator().manual_seed(seed_of(seed))
 
 
 def shaken(model, size=0.2, seed=5):
@@ -73,24 +82,6 @@ def random_gpt(vocab_size=50, seed=0, **shape):
     return shaken(GPT(GPTConfig(vocab_size, **shape)), seed=seed)
 
 
-def forcing(forced):
-    """A `respond` of rollout.generate that puts ids forced (N, T) behind the first token of each
-    row at once; -1 where the policy draws."""
-    def respond(first, r, rows, t, column):
-        if t == 0:
-            later = forced[first:first + len(rows), 1:]
-            places = torch.arange(later.shape[1])
-            r.sampled_mask[rows[:, None], 1 + places] = later < 0
-            r.tokens[rows[:, None], column + 1 + places] = later.clamp(min=0)
-            r.ended[rows] &= (later < 0).all(1)
-
-    return respond
-
-
-def random_ids(B, T, vocab_size=50, seed=1):
-    return torch.randint(vocab_size, (B, T), generator=generator_of(seed))
-
-
 def with_lora(model, rank=3, alpha=6.0, seed=5):
     """A copy with adapters that do something."""
     skip_without("lora")
@@ -103,89 +94,8 @@ def with_lora(model, rank=3, alpha=6.0, seed=5):
     return adapted
 
 
-def logits_by_hand(model, ids):
-    """Logits (T, V) of one list of ids by a GPT of any family, in float64, a head at a time,
-    without padding or a cache."""
-    return hidden_by_hand(model, ids) @ model.lm_head.weight.detach().double().T
-
-
-def hidden_by_hand(model, ids):
-    """Final hidden states (T, C); see logits_by_hand."""
-    c = model.config
-    w = {name: x.detach().double() for name, x in model.state_dict().items()}
-    T = len(ids)
-    nkv = c.n_kv_head or c.n_head
-    hs = c.head_dim or c.n_embd // c.n_head
-
-    def linear(x, name):
-        return x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
-
-    def norm(x, name):
-        if not c.rms:
-            x = x - x.mean(-1, keepdim=True)
-        scale = (x.square().mean(-1, keepdim=True) + c.norm_eps).sqrt()
-        return x / scale * w[name + ".weight"] + w.get(name + ".bias", 0)
-
-    def head(x, j, name):
-        """Queries or keys (T, hs) of head j, normalised and turned."""
-        x = x[:, j * hs:(j + 1) * hs]
-        if c.qk_norm:
-            x = norm(x, name)
-        return turned(x, c) if c.rope_base else x
-
-    x = w["wte.weight"][torch.tensor(ids)]
-    if not c.rope_base:
-        x = x + w["wpe.weight"][:T]
-    back = torch.arange(T)[:, None] - torch.arange(T)       # (T, T) from a query to a key
-    for i in range(c.n_layer):
-        hidden = (back < 0) & c.causal
-        if i in c.local_layers:
-            hidden |= back >= c.window
-        attn = f"h.{i}.attn."
-        q, k, v = linear(norm(x, f"h.{i}.ln_1"), attn + "c_attn").split(
-            [c.n_head * hs, nkv * hs, nkv * hs], -1)
-        heads = []
-        for j in range(c.n_head):
-            shared = j * nkv // c.n_head
-            score = head(q, j, attn + "q_norm") @ head(k, shared, attn + "k_norm").T
-            score = score * (c.attn_scale or 1 / math.sqrt(hs))
-            score = score.masked_fill(hidden, -math.inf)
-            heads.append(score.softmax(-1) @ v[:, shared * hs:(shared + 1) * hs])
-        x = x + linear(torch.cat(heads, -1), attn + "c_proj")
-        y = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
-        if c.swiglu:
-            gate, y = y.chunk(2, -1)
-            y = gate * gate.sigmoid() * y
-        else:
-            y = F.gelu(y, approximate="none" if c.exact_gelu else "tanh")
-        x = x + linear(y, f"h.{i}.mlp.c_proj")
-    return norm(x, "ln_f")
-
-
-def turned(x, c):
-    """A head's vectors (T, hs) with rotary positions. A pair of channels is a complex number."""
-    half = x.shape[1] // 2
-    frequency = c.rope_base ** (-torch.arange(half).double() / half)            # (hs / 2,)
-    if c.rope_scaling:
-        factor, low, high, positions = c.rope_scaling
-        turns = positions * frequency / (2 * math.pi)   # in the context it was trained with
-        smooth = ((turns - low) / (high - low)).clamp(0, 1)
-        frequency = frequency * (smooth + (1 - smooth) / factor)
-    angle = torch.arange(len(x))[:, None] * frequency                           # (T, hs / 2)
-    z = torch.complex(x[:, :half], x[:, half:]) * torch.exp(1j * angle)
-    return torch.cat([z.real, z.imag], 1)
-
-
-def same_rollout(found, expected):
-    """All but rounding. `allowed` says nothing about what follows the end."""
-    for name, x in vars(expected).items():
-        y = getattr(found, name)
-        if name == "allowed" and x is not None:
-            x, y = x[expected.completion_mask], y[expected.completion_mask]
-        if x is None or not x.is_floating_point():
-            assert x is y or torch.equal(x, y), f"rollouts differ in {name}"
-        else:
-            assert_near(y, x)
+def random_ids(B, T, vocab_size=50, seed=1):
+    return torch.randint(vocab_size, (B, T), generator=generator_of(seed))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -248,62 +158,9 @@ def setup_of(cfg, policy=None, prompts=PROMPTS, tokenizer=TOKENIZER, reference=N
 
 
 def world(cfg, seed=1, **more):
-    """Setup, and a Batch that its policy has sampled."""
+    """Setup, and a Batch that its policy has sampled. more: arguments of setup_of."""
     setup = setup_of(cfg, **more)
     return setup, grpo.collect(setup, setup.prompts, cfg, seed)
-
-
-def whole_step(batch):
-    """The step that learns from all rows at once."""
-    N = len(batch.loss_mask)
-    return grpo.Step(0, torch.arange(N), N, int(batch.loss_mask.sum()))
-
-
-def forward(setup, batch, cfg, rows=slice(None)):
-    """grpo.loss_of some rows of a batch that is one step."""
-    step = whole_step(batch)
-    return grpo.loss_of(setup, setup.policy, batch, step.rows[rows], step, cfg)
-
-
-def loss_of_rows(logp, old_logp, advantages, mask, ref_logp=None, policy_mask=None, num_rows=None,
-                 num_tokens=None, **knobs):
-    """grpo.grpo_loss of rows that are a whole step, unless num_rows and num_tokens say otherwise.
-    knobs: settings of the loss."""
-    step = SimpleNamespace(num_rows=num_rows or len(logp), num_tokens=num_tokens or int(mask.sum()))
-    rollout = Rollout(mask, mask, mask, mask, old_logp, old_logp, mask.any(1))
-    batch = grpo.Batch(rollout, advantages, mask, mask if policy_mask is None else policy_mask,
-                       ref_logp, row_weights=torch.ones(len(mask)))
-    return grpo.grpo_loss(logp, batch, step, Settings(**knobs))
-
-
-def plain_logps(policy, rollout, temperature=1.0):
-    """Log-probs of each completion's tokens, one row at a time, without padding, mask or cache:
-    [(tokens of the row,)]."""
-    T = rollout.completion_mask.shape[1]
-    rows = []
-    for i, ids in enumerate(rollout.tokens):
-        prompt = ids[:-T][rollout.attention_mask[i, :-T]]
-        completion = ids[-T:][rollout.completion_mask[i]]
-        h = policy(torch.cat([prompt, completion])[None, :-1])[0, len(prompt) - 1:]
-        logp = (policy.lm_head(h) / temperature).log_softmax(-1)
-        rows.append(logp.gather(1, completion[:, None])[:, 0])
-    return rows
-
-
-def gradient(loss, parameters):
-    """Of a scalar: (weights,)."""
-    parts = torch.autograd.grad(loss, list(parameters), materialize_grads=True)
-    return torch.cat([g.flatten() for g in parts])
-
-
-def steps_of(setup, batch, cfg, target=None, check=False, seed=3):
-    """grpo.update -> the gradient (weights,) of each of its steps, and its metrics."""
-    seen = []
-
-    def watch(step, grad_norm):
-        seen.append(torch.cat([p.grad.flatten() for p in setup.trained]))
-
-    return seen, grpo.update(setup, batch, target, cfg, seed, check=check, watch=watch)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -332,7 +189,92 @@ def word_gpt(seed=0, end=4.0):
 
 
 # ------------------------------------------------------------------------------------------------
-# comments, files, refusals
+# a rollout
+
+def forcing(forced):
+    """A `respond` of rollout.generate that puts ids forced (N, T) behind the first token of each
+    row at once; -1 where the policy draws."""
+    def respond(first, r, rows, t, column):
+        if t == 0:
+            later = forced[first:first + len(rows), 1:]
+            places = torch.arange(later.shape[1])
+            r.sampled_mask[rows[:, None], 1 + places] = later < 0
+            r.tokens[rows[:, None], column + 1 + places] = later.clamp(min=0)
+            r.ended[rows] &= (later < 0).all(1)
+
+    return respond
+
+
+def plain_logps(policy, rollout, temperature=1.0):
+    """Log-probs of each completion's tokens, one row at a time, without padding, mask or cache:
+    [(tokens of the row,)]."""
+    T = rollout.completion_mask.shape[1]
+    rows = []
+    for i, ids in enumerate(rollout.tokens):
+        prompt = ids[:-T][rollout.attention_mask[i, :-T]]
+        completion = ids[-T:][rollout.completion_mask[i]]
+        h = policy(torch.cat([prompt, completion])[None, :-1])[0, len(prompt) - 1:]
+        logp = (policy.lm_head(h) / temperature).log_softmax(-1)
+        rows.append(logp.gather(1, completion[:, None])[:, 0])
+    return rows
+
+
+def same_rollout(found, expected):
+    """All but rounding. `allowed` says nothing about what follows the end."""
+    for name, x in vars(expected).items():
+        y = getattr(found, name)
+        if name == "allowed" and x is not None:
+            x, y = x[expected.completion_mask], y[expected.completion_mask]
+        if x is None or not x.is_floating_point():
+            assert x is y or torch.equal(x, y), f"rollouts differ in {name}"
+        else:
+            assert_near(y, x, what=f"{name} of two rollouts")
+
+
+# ------------------------------------------------------------------------------------------------
+# loss and step
+
+def whole_step(batch):
+    """The step that learns from all rows at once."""
+    N = len(batch.loss_mask)
+    return grpo.Step(0, torch.arange(N), N, int(batch.loss_mask.sum()))
+
+
+def forward(setup, batch, cfg, rows=slice(None)):
+    """grpo.loss_of some rows of a batch that is one step."""
+    step = whole_step(batch)
+    return grpo.loss_of(setup, setup.policy, batch, step.rows[rows], step, cfg)
+
+
+def loss_of_rows(logp, old_logp, advantages, mask, ref_logp=None, policy_mask=None, num_rows=None,
+                 num_tokens=None, **knobs):
+    """grpo.grpo_loss of rows that are a whole step, unless num_rows and num_tokens say otherwise.
+    knobs: settings of the loss."""
+    step = SimpleNamespace(num_rows=num_rows or len(logp), num_tokens=num_tokens or int(mask.sum()))
+    rollout = Rollout(mask, mask, mask, mask, old_logp, old_logp, mask.any(1))
+    batch = grpo.Batch(rollout, advantages, mask, mask if policy_mask is None else policy_mask,
+                       ref_logp, row_weights=torch.ones(len(mask)))
+    return grpo.grpo_loss(logp, batch, step, Settings(**knobs))
+
+
+def gradient(loss, parameters):
+    """Of a scalar: (weights,)."""
+    parts = torch.autograd.grad(loss, list(parameters), materialize_grads=True)
+    return torch.cat([g.flatten() for g in parts])
+
+
+def steps_of(setup, batch, cfg, target=None, check=False, seed=3):
+    """grpo.update -> the gradient (weights,) of each of its steps, and its metrics."""
+    seen = []
+
+    def watch(step, grad_norm):
+        seen.append(torch.cat([p.grad.flatten() for p in setup.trained]))
+
+    return seen, grpo.update(setup, batch, target, cfg, seed, check=check, watch=watch)
+
+
+# ------------------------------------------------------------------------------------------------
+# comments and files
 
 SENTENCE = [group.split() for group in (
     "a the my your", "green small quiet warm old", "garden river cat kettle window",
@@ -369,9 +311,20 @@ def untimed_metrics(folder):
             for row in read_rows(f"{folder}/metrics.jsonl")]
 
 
-def assert_near(found, expected, atol=1e-5):
+# ------------------------------------------------------------------------------------------------
+# what is found
+
+def assert_near(found, expected, atol=1e-5, what="this"):
     """Equal but for rounding."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=atol, msg=lambda text: f"{what} is off: {text}")
+
+
+def assert_close(found, expected, what, tolerance=1e-5):
+    """Equal but for a share of the largest number."""
+    assert found.shape == expected.shape and found.isfinite().all(), f"{what}: not the same numbers"
+    gap = float((found - expected).abs().max() / expected.abs().max())
+    assert gap <= tolerance, f"{what}: {gap:.1e} off what is expected"
 
 
 def refusal(function, *args, error=(SystemExit, ValueError), **kwargs):
