@@ -4,7 +4,7 @@ import torch
 
 import run.evaluation
 from explain import target
-from explain import words as sentences
+from explain import words as of_words
 from common.device import full_precision
 from rollout import completion_logprobs, generate
 from run import precision
@@ -71,16 +71,17 @@ def perplexity(setup, rollout, cfg):
 
 def account(setup, rollout, cfg):
     rows = torch.arange(len(rollout.ended))
-    target.HeldOut("reward", setup, cfg, {}, [], [], 1).slope_of(rollout, torch.ones(len(rows)), rows)
+    held_out = target.HeldOut("reward", setup, cfg, {}, [], [], 1)
+    held_out.slope_of(rollout, torch.ones(len(rows)), rows)
 
 
-def words_of(setup, rollout, cfg):
+def changes_of_words(setup, rollout, cfg):
     target_gradient = {p: p.detach() for p in setup.trained}
-    sentences.logprob_changes(setup.policy, target_gradient, rollout, 1.0)
+    of_words.logprob_changes(setup.policy, target_gradient, rollout, 1.0)
 
 
 @pytest.mark.parametrize("module, call", [
-    (run.evaluation, perplexity), (target, account), (sentences, words_of)])
+    (run.evaluation, perplexity), (target, account), (of_words, changes_of_words)])
 def test_what_is_called_float32_is_not_tf32(tf32, half, monkeypatch, module, call):
     """Forward and backward, which another hook sees."""
     setup, cfg = half
