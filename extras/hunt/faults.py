@@ -39,9 +39,9 @@ def other_token(seen):
 
 
 def tokens_without_loss(seen):
-    """The fewest of an iteration."""
-    least = min((m["tokens_without_loss"] for m in seen.metrics), default=math.nan)
-    return least, least > 0
+    """The most of an iteration."""
+    most = max((m["tokens_without_loss"] for m in seen.metrics), default=math.nan)
+    return most, most > 0
 
 
 def least_kl_loss(seen):
@@ -119,9 +119,9 @@ FAULTS = [
         "it was good to stop there.",
         "nanochat, issue 810 (the sampled end token is masked as padding); reasoning-from-scratch, "
         "pull request 185.",
-        "tokens_without_loss is not 0, and a warning says so. It is some 60 of 64 rows: a token is "
-        "missing in every completion but the longest, where it wraps. --debug_step=True shows that "
-        "it is the last one.",
+        "tokens_without_loss is not 0, and a warning says so. At first it is some 60 with 64 rows: "
+        "a token is missing in every completion but the longest, where it wraps. "
+        "--debug_step=True shows that it is the last one.",
         tokens_without_loss),
     Fault(
         "It drifts away from the text it knew. With a higher beta it only drifts faster.",
