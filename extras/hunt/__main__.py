@@ -23,6 +23,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 from common.files import ROOT, read_json, read_log, write_json
 from common.script import BadInput, own_flags, run_script
 from extras.hunt.faults import FAULTS, INFLUENCE, Seen
@@ -76,16 +78,16 @@ def run_copy(folder, flags, quiet=False):
 
 
 def mark_of(folder, flags):
-    """A name for the run of a folder's files with these flags."""
-    content = hashlib.sha256(repr(flags).encode())
+    """A name for the run of a folder's files with these flags, by this torch."""
+    content = hashlib.sha256(repr((flags, torch.__version__)).encode())
     for path in sorted(Path(folder).rglob("*.py")):
         content.update(path.read_bytes())
     return content.hexdigest()[:12]
 
 
 def healthy_metrics(flags):
-    """Rows of metrics.jsonl of a healthy run, which is kept in cache_dir: the same flags, and files
-    of the project, cost one run."""
+    """Rows of metrics.jsonl of a healthy run. They are kept in cache_dir, until the flags or the
+    files of the project are others."""
     with tempfile.TemporaryDirectory() as folder:
         write_copy(f"{folder}/project", None)
         prefix = "--cache_dir="
