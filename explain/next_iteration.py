@@ -51,12 +51,12 @@ def next_iteration(setup, path, cfg):
     rows = sample_rows(it, batch, cfg)
     rows = [rows[i] for i in step.rows.tolist()]
     if found.target.has_parts:     # every rollout is a part of it
-        for row, own in zip(rows, self_influence(recording, found.scores).tolist()):
-            row["self_influence"] = own
+        for row, own in zip(rows, own_parts(recording, found.scores).tolist()):
+            row["own_part"] = own
     return Scored(setup, recording, found, error, rows, slopes)
 
 
-def self_influence(recording, scores):
+def own_parts(recording, scores):
     """Of a step's rollouts (n,): the influence of each on its own part of the target."""
     rows = recording.step.rows
     norms = recording.tape.squared_norms(rows, scores.scale)

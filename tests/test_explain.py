@@ -216,11 +216,11 @@ def test_sentences_say_what_was_planted():
 @pytest.mark.parametrize("name, influence", [
     ("|advantage|", lambda row: abs(row["advantage"])),
     ("length", lambda row: -len(row["completion"])),
-    ("self-influence", lambda row: row["self_influence"])])
+    ("own part", lambda row: row["own_part"])])
 def test_what_influence_follows_is_named_with_its_sign(name, influence):
     noise = torch.randn(4, 300, generator=torch.Generator().manual_seed(seed_of(0))).tolist()
     rows = [dict(iteration=0, completion="e" * (5 + i % 7), reward=a, advantage=b, weight=1.0,
-                 self_influence=c) for i, (a, b, c, _) in enumerate(zip(*noise))]
+                 own_part=c) for i, (a, b, c, _) in enumerate(zip(*noise))]
     for row, more in zip(rows, noise[3]):
         row["influence"] = influence(row)
         row["noisy"] = influence(row) + 1.0 * more * (1 + 2 * (name == "length"))
