@@ -262,6 +262,9 @@ WRONG = [       # a function, and what the line names
     ("advantage", lambda batch: torch.ones(15), "advantage"),
     ("advantage", lambda batch: torch.ones(16, 3), "advantage"),
     ("advantage", lambda batch: torch.full((16,), math.nan), "advantage"),
+    ("weigh", lambda influence: [1.0] * 15, "8 influences"),
+    ("weigh", lambda influence: [math.nan] * 8, "finite"),
+    ("target", lambda batch: torch.tensor(1.0), "policy"),      # it does not depend on it
     ("optimizer", lambda named, rate: None, "torch.optim.Optimizer"),
     ("optimizer", lambda named, rate: [], "torch.optim.Optimizer"),
     ("optimizer", lambda named, rate: torch.optim.LBFGS(parameters(named), rate), "LBFGS"),

@@ -14,13 +14,13 @@ import torch
 import grpo
 import tracin
 from common.files import ROOT
-from grpo import Batch, Step, collect, try_functions, update
+from grpo import Step, collect, update
 from rollout import completion_entropies, completion_logprobs
 from run.check import check
 from tracin import Average, HeldOut, choose_targets, select, target_coefficients
 from worlds import (
-    PROMPTS, TOKENIZER, assert_close, assert_refused, generator_of, gradient, inputs_of, number_gpt,
-    refusal, settings, setup_of, shaken, steps_of, whole_step)
+    PROMPTS, TOKENIZER, assert_close, generator_of, gradient, number_gpt, refusal, settings,
+    setup_of, shaken, steps_of, whole_step)
 
 # 2 prompts of 8 completions
 ROWS = 16
@@ -149,17 +149,6 @@ def test_leave_one_out_and_self_share(knobs):
         assert m["tracin/self_share"] == pytest.approx(float(share), rel=1e-3)
 
 
-def test_all_rows_kept_are_plain_grpo():
-    knobs = dict(num_iterations=2, mini_batch_size=8, micro_batch_size=4, beta=.1)
-    found = []
-    for more in ({}, dict(tracin="reward", tracin_select="all")):
-        cfg = cfg_of(**knobs, **more)
-        found.append(torch.stack(steps_of(*world_of(cfg), cfg)[0]))
-    plain, kept = found
-    assert len(plain) == 4
-    agree(kept, plain, "the steps")
-
-
 def soft(influence, batch):
     """Weights of all kinds: above 1, between, 0 and below 0."""
     assert len(batch.rewards) == len(batch.completions) == len(influence)
@@ -183,18 +172,6 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
     assert 0 < (share != 0).sum() < ROWS and len(steps) == 3
     for step in steps:
         agree(step, (share * factor) @ g, "a step")
-
-
-def test_a_dropped_rollout_of_any_size_leaves_nothing_behind():
-    """Were it subtracted from the gradient of all rollouts, its rounding would be left."""
-    cfg = cfg_of({"weigh": soft}, "weigh", "self", beta=.1, micro_batch_size=5)
-    setup, batch = world_of(cfg)
-    batch.advantages[5] = 1e7
-    g = row_gradients(setup, batch, cfg)
-    rest = rest_gradient(setup, batch, cfg)
-    (step,), _ = steps_of(setup, batch, cfg, check=True)
-    assert batch.row_weights[5] == 0 and g[5].norm() > 1e5 * step.norm()
-    agree(step, batch.row_weights @ g + rest, "the step")
 
 
 def test_nothing_selected_is_no_step():
@@ -364,51 +341,23 @@ def test_controls_keep_as_many_as_positive_does():
     generator = generator_of(1)
     drawn = torch.stack([select(influence, "random", .5, generator)[0] for _ in range(50)])
     assert (drawn.sum(1) == 3).all() and (drawn.sum(0) > 10).all(), "it has favourites"
-    drawn = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]]).bool()
-    batch = Batch(rollout=SimpleNamespace(sampled_mask=drawn),
-                  advantages=torch.tensor([[.4] * 4, [1.0, 0, 0, 0]]))
-    assert batch.row_advantages.tolist() == pytest.approx([.4, 1.0]), (
-        "with a critic a row's advantage is the mean over its drawn tokens")
 
 
-# ------------------------------------------------------------------------------------------------
-# functions of the config file
-
-def knobs_for(name):
-    return dict(tracin="target") if name == "target" else dict(tracin="self", tracin_select="weigh")
 
 
-@pytest.mark.parametrize("name, returned", [
-    ("target", 3.0), ("target", torch.tensor(1.0)),     # which does not depend on the policy
-    ("target", torch.tensor(NAN, requires_grad=True)), ("weigh", [1.0] * 15), ("weigh", [NAN] * 4),
-    ("weigh", None)])
-def test_a_function_that_returns_something_else_is_named_before_anything_is_trained(
-        name, returned):
-    cfg = cfg_of({name: lambda **given: returned}, **knobs_for(name))
-    assert_refused(name, try_functions, cfg, inputs_of(number_gpt()))
-
-
-@pytest.mark.parametrize("name", ("target", "weigh"))
-def test_what_a_function_does_to_its_batch_stays_there(name):
+def test_what_a_function_does_to_its_batch_stays_there():
     """Columns, texts and rewards. Rows of one prompt are one object."""
     seen = []
 
-    def careless(batch):
+    def careless(influence, batch):
         seen.extend(len(prompt.row.pop("tests")) for prompt in batch.prompts)
         for column in (batch.completions, batch.prompts):
             column.reverse()
         batch.rewards.zero_()
         batch.scores.zero_()
-
-    def target(policy, batch):
-        careless(batch)
-        return policy.lm_head.weight.sum()
-
-    def weigh(influence, batch):
-        careless(batch)
         return torch.ones_like(influence)
 
-    cfg = cfg_of(dict(target=target, weigh=weigh), num_iterations=2, **knobs_for(name))
+    cfg = cfg_of({"weigh": careless}, "weigh", "self", num_iterations=2)
     prompts = [prompt._replace(row={"tests": [1, 2]}) for prompt in PROMPTS]
     setup, batch = world_of(cfg, prompts=prompts)
     before = copy.deepcopy((batch.prompts, batch.completions, batch.rewards, batch.scores))
@@ -433,29 +382,21 @@ def times(factor, gradient):
     return {p: factor * g for p, g in gradient.items()}
 
 
-def forget(result, recording, rows):
-    """Of what was recorded before, the records of one weight, which the target then lacks too."""
-    next(iter(recording.tape.records.values())).clear()
-
-
-# mistake: (owner, function, its result and what it was called with -> another result)
+# mistake: (owner, function, its result -> another result)
 MISTAKES = {
-    "a call of a layer is lost": (tracin.Recording, "begin", forget),
-    "another's score of the same sign": (
-        tracin.Recording, "scores", lambda scores, *given: swapped(scores)),
-    "less is learned": (
-        tracin.Recording, "policy_gradient", lambda g, *given: times(.99, g)),
+    "another's score of the same sign": (tracin.Recording, "scores", swapped),
+    "less is learned": (tracin.Recording, "policy_gradient", lambda g: times(.99, g)),
     "what is learned is not a number": (
-        tracin.Recording, "policy_gradient", lambda g, *given: times(NAN, g)),
-    "the target is a little less": (tracin, "target_of", lambda target, *given: (
-        target._replace(halves=[times(.99, half) for half in target.halves])))}
+        tracin.Recording, "policy_gradient", lambda g: times(NAN, g)),
+    "the target is a little less": (tracin, "target_of", lambda target: target._replace(
+        halves=[times(.99, half) for half in target.halves]))}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_first_step_is_checked_against_ordinary_backwards(mistake, monkeypatch):
     owner, name, spoil = MISTAKES[mistake]
     right = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *given: spoil(right(*given), *given))
+    monkeypatch.setattr(owner, name, lambda *given: spoil(right(*given)))
     cfg = cfg_of(tracin="reward", beta=.1, micro_batch_size=8)
     assert "influence" in refusal(steps_of, *world_of(cfg), cfg, check=True)
 
@@ -474,7 +415,7 @@ def test_groups_without_spread_stop_no_run(rest):
     """All of a group right or all wrong, as verifiable rewards are at first: every influence is 0,
     and the sums that are compared hold nothing but rounding."""
     cfg = cfg_of(tracin="reward", **rest)
-    for seed in range(5):
+    for seed in range(3):
         setup, batch = world_of(cfg, seed)
         batch.advantages = torch.zeros(ROWS)
         batch.rewards = (ALL_ROWS // 8).float()

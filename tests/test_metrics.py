@@ -23,8 +23,9 @@ def logged(setup, batch, cfg, held_out=None, **more):
 
 
 def assert_logged(m, expected, rel=1e-4):
-    found = {name: m.get(name) for name in expected}
-    assert found == pytest.approx(expected, rel, 1e-6, nan_ok=True), "not that of plain Python"
+    for name, x in expected.items():
+        assert m[name] == pytest.approx(x, rel, 1e-6, nan_ok=True), (
+            f"{name} is {m[name]}, in plain Python {x}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -90,13 +91,6 @@ def test_what_an_editor_of_the_algorithm_gets_wrong_is_warned_of(kind, monkeypat
     m = grpo.update(setup, batch, None, cfg, seed=1) | batch_metrics(batch, cfg)
     found = dict(problems(m, cfg, torch.float32))
     assert found.keys() == ({kind} if kind else set()), found
-
-
-def test_a_batch_without_rewards():
-    cfg = settings(lambda prompts, completions: [None] * len(completions))
-    _, batch = world(cfg)
-    assert_logged(batch_metrics(batch, cfg), {
-        "reward": math.nan, "reward_min": math.nan, "frac_reward_zero_std": 1.0})
 
 
 @pytest.mark.parametrize("masks", (False, True))
@@ -242,7 +236,7 @@ def test_the_kls_share_of_the_gradient(mini_batch_size):
         loss = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
         norms.append(float(gradient(getattr(loss, part), setup.trained).norm()))
     m = logged(setup, batch, cfg, compare_kl=True)
-    assert m["kl_grad_share"] == pytest.approx(norms[0] / norms[1], 1e-3)
+    assert_logged(m, {"kl_grad_share": norms[0] / norms[1]}, 1e-3)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -262,20 +256,6 @@ def test_metrics_of_influence(mini_batch_size):
         "tracin/selected_ratio": mean(float(x != 0) for x in batch.row_weights.tolist()),
         "tracin/mean_ip": mean(scores), "tracin/std_ip": stdev(scores),
         "tracin/min_ip": min(scores), "tracin/max_ip": max(scores)})
-
-
-def test_losses_of_a_step_without_rows_count(monkeypatch):
-    """Influence keeps the rows of the step that row 0 is in, and no others."""
-    monkeypatch.setattr(tracin, "row_weights_of", lambda recording, influence, *more: (
-        torch.ones(len(influence)) * (0 in recording.step.rows), False))
-    found = []
-    for more in (dict(), dict(tracin="self")):
-        cfg = settings(mini_batch_size=4, **more)
-        found.append(logged(*world(cfg, lr=0), cfg))
-    every, m = found
-    assert (every["num_steps"], m["num_steps"], m["tracin/empty_steps"]) == (3, 1, 2)
-    assert m["tracin/selected_ratio"] == pytest.approx(1 / 3), "it is a mean over the steps"
-    assert m["loss"] == pytest.approx(every["loss"], abs=1e-5)
 
 
 def values_by_hand(kind, rewards, advantages):

@@ -5,17 +5,19 @@ The project began with five diaries of people who lost days to silent mistakes i
     000     influence: which numbers show that it works
     001     influence: what a target must be
     002     a loss of 0.0000, and minutes for an iteration
-    003     one step of GRPO taken apart (its test: extras/step)
+    003     one step of GRPO taken apart, in ten phases
     004     ratio, environment, reference and values: what was silently wrong
-Numbers are checked by hand elsewhere (test_metrics.py, test_report.py, test_step.py); here it is
+Each was lost once, without anybody's noticing. Numbers are checked by hand elsewhere; here it is
 asked that they are there, that the settings are, and that failures of the notes, provoked in runs,
 are named.
 """
 import re
 
 import pytest
+import torch
 
 from common.files import ROOT
+from rollout import Rollout
 from worlds import load_settings, read_rows, skip_without
 
 # ------------------------------------------------------------------------------------------------
@@ -107,6 +109,37 @@ def test_a_setting_is_there(note):
     load_settings([f"--{flag}" for flag in SETTINGS[note].split()])
 
 
+# phase of --debug_step, by its title: what it shows, whatever its words
+PHASES = {
+    "set-up": [r"policy.*float32.*cpu", "reference.*frozen", "num_generations 4.*beta 0.5"],
+    "evaluation before": [r"rewards/judge +-?\d"],
+    "rollout": [r"best.*row \d", r"worst.*row \d", "reference"],
+    "rewards": [r"judge: mean -?\d"],
+    "advantages": [r"group 0: mean -?\d.*divisor.*\n +rewards .*\n +adv"],
+    "loss": [r"gradient -?\d.*KL -?\d.*= loss -?\d", r"KL.*gradient is \d", "ratio.*std.*min.*max"],
+    "gradient norms": [r"wte.weight +\d", r"all +\d.*max_grad_norm"],
+    "moved": ["tensors changed", r"ratio.*\n.*KL.* -> \d", r"best.*log-prob -\S+ -> -"],
+    "evaluation after": [r"rewards/judge +-?\d\S+ +[+-]\d"],
+    "red flags": [r"\w"]}
+
+
+@pytest.fixture(scope="module")
+def taken_apart(run_grpo, tmp_path_factory):
+    """What --debug_step prints of the iteration after a checkpoint."""
+    skip_without("step")
+    run = tmp_path_factory.mktemp("step") / "run"
+    run_grpo(run, "--beta=0.5", "--max_iters=1")
+    return run_grpo(run, run, "--debug_step=True")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_step_is_taken_apart(phase, taken_apart):
+    found = re.search(rf"^--- \d+\. {phase}(.*?)(?=^---|\Z)", taken_apart, re.M | re.S)
+    assert found, f"there is no phase {phase!r}:\n{taken_apart}"
+    for line in PHASES[phase]:
+        assert re.search(line, found[1]), f"{phase} lacks {line}:\n{found[1]}"
+
+
 # ------------------------------------------------------------------------------------------------
 # failures
 
@@ -182,3 +215,14 @@ def test_a_failure_is_named(failure, run_grpo, tmp_path):
     for name in names:
         assert any(re.search(name, line) for line in said), (
             f"nothing names {name}, where {failure.partition(': ')[2]}: {said}")
+
+
+def test_a_sync_that_does_nothing_is_named(run_grpo, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.nn.Parameter, "lerp_", lambda self, *more: self, raising=False)
+    out = run_grpo(tmp_path / "run", "--beta=0.1", "--ref_model_sync_steps=1", "--max_iters=2")
+    assert re.search("WARNING: .*sync", out)
+
+
+def test_a_rollout_without_log_probs_is_refused():
+    with pytest.raises(TypeError, match="logp"):
+        Rollout(tokens=None, attention_mask=None)

@@ -83,29 +83,25 @@ def lstm(kind=LSTM):
     return shaken(kind(), 0.5)
 
 
-@pytest.mark.parametrize("kind", [LSTM, LSTMWithCache])
-def test_sampler_and_trainer_give_the_log_probs_of_each_completion_read_alone(kind):
-    policy = lstm(kind)
-    r = generate(policy, [prompt.ids for prompt in PROMPTS], 6, 8, seed=3, eos=(END,))
-    lengths = r.completion_mask.sum(1)
-    assert r.ended.any() and lengths.unique().numel() > 1 and not r.attention_mask.all()
-    trainer = completion_logprobs(policy, r)
-    for i, expected in enumerate(plain_logps(policy, r)):
-        assert_near(r.logp[i, :len(expected)], expected)
-        assert_near(trainer[i, :len(expected)], expected)
-
-
-def test_a_cache_that_is_not_of_keys_and_values_changes_no_rollout():
-    found = {}
+def test_sampler_and_trainer_give_the_log_probs_of_each_completion_read_alone():
+    """With a cache that is not of keys and values, too; it spares reading the tokens so far."""
+    rollouts, tokens_read = [], []
     for kind in (LSTM, LSTMWithCache):
-        tokens_read = []
         policy = lstm(kind)
-        policy.register_forward_hook(
-            lambda module, inputs, h: tokens_read.append(h[..., 0].numel()))
-        ids = [prompt.ids for prompt in PROMPTS]
-        found[kind] = generate(policy, ids, 6, 8, seed=3, eos=(END,)), sum(tokens_read)
-    same_rollout(found[LSTMWithCache][0], found[LSTM][0])
-    assert found[LSTMWithCache][1] < found[LSTM][1] / 3, "the tokens so far were read again"
+        counts = []
+        handle = policy.register_forward_hook(
+            lambda module, inputs, h: counts.append(h[..., 0].numel()))
+        r = generate(policy, [prompt.ids for prompt in PROMPTS], 6, 8, seed=3, eos=(END,))
+        handle.remove()
+        rollouts.append(r)
+        tokens_read.append(sum(counts))
+        assert r.ended.any() and not r.attention_mask.all()
+        trainer = completion_logprobs(policy, r)
+        for i, expected in enumerate(plain_logps(policy, r)):
+            assert_near(r.logp[i, :len(expected)], expected, what="the sampler's log-probs")
+            assert_near(trainer[i, :len(expected)], expected, what="the trainer's log-probs")
+    same_rollout(*rollouts)
+    assert tokens_read[1] < tokens_read[0] / 3, "the tokens so far were read again"
 
 
 def policy_losses(policy, batch):

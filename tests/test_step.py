@@ -58,7 +58,7 @@ def test_passes_mini_batches_and_micro_batches(loss_type):
     cfg = settings(num_iterations=2, mini_batch_size=4, micro_batch_size=2, loss_type=loss_type)
     _, batch = world(cfg)
     steps = list(optimizer_steps(batch, cfg, 3))
-    assert [step.epoch for step in steps] == [0] * 3 + [1] * 3
+    assert [step.epoch for step in steps] == [0] * 3 + [1] * 3, "12 rows, 4 a step, twice"
     first, second = torch.cat([step.rows for step in steps]).view(2, 12)
     assert first.unique().tolist() == second.unique().tolist() == list(range(12)), (
         "a pass takes each row once")
@@ -69,12 +69,13 @@ def test_passes_mini_batches_and_micro_batches(loss_type):
     assert (whole.rows.tolist() == list(range(12))) == (loss_type != "bnpo")
     lengths = batch.rollout.completion_mask.sum(1)
     for step in steps:
-        assert step[2:] == (4, int(batch.loss_mask[step.rows].sum())), "its divisors"
+        assert step[2:] == (4, int(batch.loss_mask[step.rows].sum())), (
+            "the divisors of a step are not its rows and its tokens with loss")
         pieces = grpo.micro_batches(batch.rollout, step.rows, cfg)
         assert [len(piece) for piece in pieces] == [2, 2]
         in_order = step.rows if loss_type == "bnpo" else step.rows[
             lengths[step.rows].argsort(stable=True)]
-        assert torch.equal(torch.cat(pieces), in_order)
+        assert torch.equal(torch.cat(pieces), in_order), "rows of a length share a micro-batch"
 
 
 @pytest.mark.parametrize("knobs", [
@@ -91,7 +92,7 @@ def test_the_size_of_micro_batches_changes_memory_only(knobs):
         found.append(torch.cat([step, torch.tensor([m["policy_loss"]])]))
     for other in found[1:]:
         same = torch.allclose(other, found[0], rtol=1e-4, atol=1e-5 * float(found[0].abs().max()))
-        assert same == (knobs.get("loss_type") != "bnpo")
+        assert same == (knobs.get("loss_type") != "bnpo"), "the step depends on micro-batches"
 
 
 def sometimes(prompts, completions):
@@ -107,7 +108,7 @@ def test_dropped_groups_leave_the_divisor(loss_type):
     keep = settings(functions, loss_type=loss_type)
     drop = replace(keep, zero_std_groups="drop")
     setup, batch = world(keep)
-    assert (batch.advantages != 0).view(2, 6).any(1).tolist() == [False, True]
+    assert (batch.advantages != 0).view(2, 6).any(1).tolist() == [False, True], "groups that teach"
     assert batch_metrics(batch, keep)["frac_reward_zero_std"] == .5
     (kept,), _ = steps_of(setup, batch, keep)
     (dropped,), _ = steps_of(*world(drop), drop)
@@ -154,7 +155,8 @@ def test_the_entropy_quantile_is_of_each_step_as_the_policy_is_then(knobs):
         entropy = completion_entropies(setup.policy, batch.rollout, cfg.temperature)[step.rows]
         mask = batch.loss_mask[step.rows]
         expected = mask & (entropy >= entropy[mask].quantile(.7))
-        assert torch.equal(batch.policy_mask[step.rows] & mask, expected)
+        assert torch.equal(batch.policy_mask[step.rows] & mask, expected), (
+            "the tokens of a step are not those of which the policy is least sure now")
         masks.append(expected)
 
     update(setup, batch, None, cfg, 3, watch=watch)
@@ -188,7 +190,8 @@ def test_forced_tokens_carry_no_loss(knobs):
         assert (is_forced & ~drawable).any()
     loss = forward(setup, batch, cfg)
     slope = gradient(loss.policy, [loss.logp]).view_as(is_forced)
-    assert not slope[~r.sampled_mask].any() and slope[r.sampled_mask].any()
+    assert not slope[~r.sampled_mask].any(), "a forced token is learned from"
+    assert slope[r.sampled_mask].any()
     for x in (batch.ref_logp, batch.advantages, batch.kl, *steps_of(setup, batch, cfg)[0]):
         assert x.isfinite().all()
 
@@ -221,7 +224,8 @@ def test_matrices_decay_and_no_bias_or_gain_does():
         p.grad = torch.zeros_like(p)
     setup.optimizer.step()
     for now, then in zip(setup.policy.parameters(), before, strict=True):
-        assert_near(now.detach(), .95 * then if now.dim() == 2 else then)
+        expected = .95 * then if now.dim() == 2 else then
+        assert_near(now.detach(), expected, what=f"a weight of {now.dim()} dimensions")
 
 
 @pytest.mark.parametrize("rank", (0, 2))
@@ -231,7 +235,8 @@ def test_the_reference_follows_the_policy(rank):
     shaken(setup.policy)
     before, policy = weights_of(setup.reference), weights_of(setup.policy)
     found = sync_reference(setup, .6)
-    assert_near(weights_of(setup.reference), .4 * before + .6 * policy)
+    expected = .4 * before + .6 * policy
+    assert_near(weights_of(setup.reference), expected, what="the reference after 0.6 of the way")
     assert found["ref_tensors_differing"] == len([*setup.policy.parameters()])
     assert found["ref_distance_left"] == pytest.approx(.4)
     found = sync_reference(setup, 1.0)

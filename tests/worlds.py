@@ -144,8 +144,7 @@ def inputs_of(base, prompts=PROMPTS, tokenizer=TOKENIZER):
                   eval_prompts=prompts, val_prompts=prompts)
 
 
-def setup_of(cfg, policy=None, prompts=PROMPTS, tokenizer=TOKENIZER, reference=None, lr=0.01,
-             optimizer=None):
+def setup_of(cfg, policy=None, prompts=PROMPTS, tokenizer=TOKENIZER, reference=None, lr=0.01):
     """Setup as grpo.py works with, around this very policy. The optimizer is SGD, so that a step
     goes straight down the gradient."""
     policy = policy or number_gpt()
@@ -153,7 +152,7 @@ def setup_of(cfg, policy=None, prompts=PROMPTS, tokenizer=TOKENIZER, reference=N
     if not cfg.lora_rank and not cfg.critic:
         setup.policy = setup.policy_fn = policy.requires_grad_(True)
         setup.trained = list(policy.parameters())
-    setup.optimizer = optimizer or torch.optim.SGD(setup.trained, lr=lr)
+    setup.optimizer = torch.optim.SGD(setup.trained, lr=lr)
     return setup
 
 
