@@ -30,7 +30,11 @@ FLAGS = dict(target="", prompt="", completion="", prompts="", account=False, hel
              parts=1, hessian=True)
 WORST = 3           # completions that are told of with --account=True
 OTHER = 0.1         # of the change that a replay may be off
-SLOWER = 3          # times of the run that an account takes, beside the held-out completions
+# times of the run that an account takes beside the held-out completions, and the Hessian in it; and
+# the part of a rollout's time that such a completion takes
+SLOWER = 6
+HESSIAN = 2
+HELD_OUT = 0.4
 SMOOTH = 0.88       # below it nothing is said of single rollouts left out (docs/account.md)
 # settings that change no training
 HARMLESS = ("cache_dir", "device", "decode_batch_size", "activation_checkpointing",
@@ -66,23 +70,30 @@ def go_to(setup, cfg, folder, since):
 # which sentences
 
 
-def say_cost(folder, cfg, target, since, end, parts):
-    """Print what the account will cost, by the times that the run itself took."""
+def say_cost(folder, cfg, target, since, end, parts, hessian):
+    """Print what the account will cost, by the times that the run itself took, and how to make it
+    cheaper."""
     rows = read_rows(f"{folder}/metrics.jsonl") if os.path.exists(f"{folder}/metrics.jsonl") else []
     rows = [row for row in rows if since < row.get("iteration", 0) <= end]
     steps = sum(int(row.get("num_steps", 1)) for row in rows) or end - since
     seconds = sum(float(row.get("step_time", 0)) for row in rows)
     per_rollout = seconds / max(1, len(rows)) / (cfg.num_prompts * cfg.num_generations)
     points = steps * parts + 1
-    held_out = points * target.rollouts
-    cost = SLOWER * seconds + per_rollout * held_out
-    said = f"about {cost / 60:.0f} min" if cost >= 90 else f"about {cost:.0f} s"
+
+    def cost(completions, hessian):
+        slower = SLOWER if hessian else SLOWER - HESSIAN
+        found = slower * seconds + HELD_OUT * per_rollout * points * completions
+        return f"{found / 60:.0f} min" if found >= 90 else f"{found:.0f} s"
+
     sampled = ""
-    if held_out:
-        sampled = (f", samples {target.rollouts} held-out completions at each of {points} points "
-                   "(--held_out=N)")
+    cheaper = "--hessian=False"
+    fewer = target.rollouts // 4
+    if fewer:
+        sampled = f", samples {target.rollouts} held-out completions at each of {points} points"
+        cheaper = f"--held_out={fewer} --hessian=False"
     print(f"account: repeats iterations {since + 1} to {end}{sampled}, goes back over {steps} "
-          f"steps: {said}, by the run's own times", flush=True)
+          f"steps: about {cost(target.rollouts, hessian)}, by the run's own times; {cheaper}: "
+          f"about {cost(fewer, False)}, with more noise", flush=True)
 
 
 def far_from_run(setup, target, course, states, folder, path, last):
@@ -218,6 +229,7 @@ def told_of(world, target, text, sentence, i):
     one row; or "" and None where the number is no sentence's."""
     setup, cfg, states, taken, since, course, found, smooth = world
     story = told.story_of(target, course, found, i, taken, since, smooth)
+    is_smooth = smooth >= SMOOTH
     figure = told.figure_of(story)
     iterations = told.by_iteration(story)
     cards = {}
@@ -225,16 +237,18 @@ def told_of(world, target, text, sentence, i):
         change = pieces_of(sentence, course.parts[-1, i] - course.parts[0, i], setup.tokenizer)
         cards["The sentence"] = [(f"{story.change:+.3f}", text, change)]
     if story.error > told.USELESS:
-        return told.lines_of(story, None), figure, [iterations], cards
+        return told.lines_of(story, None, is_smooth), figure, [iterations], cards
     steps = list(walk_back(setup, states, taken, course.means))[::-1]
     by_share = [G[i] for *_, G in steps]
     by_effect = [x[i] for x in found.directions]
-    tokens = told.by_token(story, setup, cfg, states, by_share)
-    tables = [told.gathered(story), tokens, iterations]
-    is_smooth = smooth >= SMOOTH
+    tables = [told.gathered(story), iterations]
+    tokens = None
+    if story.cancelling < told.CANCELS:
+        tokens = told.by_token(story, setup, cfg, states, by_share)
+        tables.insert(1, tokens)
     directions = by_effect if is_smooth else by_share
     cards |= told.cards_of(story, setup, cfg, states, directions, is_smooth)
-    return told.lines_of(story, tokens), figure, tables, cards
+    return told.lines_of(story, tokens, is_smooth), figure, tables, cards
 
 
 def main(argv):
@@ -252,7 +266,8 @@ def main(argv):
     check_run(setup, cfg, folder, path, last)
     sentences = sentences_asked(setup, cfg, own)
     target = target_asked(setup, cfg, own, sentences)
-    say_cost(folder, cfg, target, since, end, own["parts"])
+    has_hessian = own["hessian"] and cfg.loss_type != "cispo"   # its ratio is a constant
+    say_cost(folder, cfg, target, since, end, own["parts"], has_hessian)
 
     start = go_to(setup, cfg, folder, since)
     states, taken = replay(setup, cfg, start, since, end, folder)
@@ -262,7 +277,6 @@ def main(argv):
         target = target._replace(batch=taken[0].batch)
     course = follow(target, states, folder, own["parts"])
     note = far_from_run(setup, target, course, states, folder, path, last)
-    has_hessian = own["hessian"] and cfg.loss_type != "cispo"   # its ratio is a constant
     found = account(setup, cfg, states, taken, course, folder, has_hessian)
     smooth = smoothness(setup, cfg, states, taken, seed_for("smoothness"))
 

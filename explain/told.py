@@ -21,6 +21,7 @@ from run.run import sample_rows
 
 TOO_FAR = 0.05      # the sum from the true change: said
 USELESS = 0.5       # no rollouts are listed
+CANCELS = 5         # times of their sum that shares are in size: none of single prompts, tokens
 BANDS = 4           # of rewards and lengths
 TOKENS = 12         # of those that gave most
 PROMPTS = 4         # of those that gave most, and least
@@ -38,6 +39,7 @@ class Story(NamedTuple):
     effects: Tensor     # (I, N)
     rest: dict          # {name: (I,)}
     noise: dict         # standard errors of "change", "sum" and their "difference"; {}: exact
+    rollouts: int       # held-out completions at each step; 0: none
     agreement: float    # of the effects by one half of the held-out prompts with the other; or NaN
     smooth: float       # account.smoothness
 
@@ -54,6 +56,16 @@ class Story(NamedTuple):
         """How far the sum is from the change, as a part of it."""
         return abs(self.together - self.change) / max(abs(self.change), 1e-30)
 
+    @property
+    def cancelling(self):
+        """How many times of their sum the shares are in size."""
+        return float(self.shares.abs().sum() / self.shares.sum().abs().clamp(min=1e-30))
+
+    @property
+    def noise_of_error(self):
+        """How far it may be by chance; NaN where that is not known."""
+        return self.noise.get("difference", math.nan) / max(abs(self.change), 1e-30)
+
 
 def story_of(target, course, found, i, taken, since, smooth):
     """The Story of column i."""
@@ -67,7 +79,7 @@ def story_of(target, course, found, i, taken, since, smooth):
         agreement = float(torch.corrcoef(found.halves.flatten(1))[0, 1])
     rest = {name: x[i] for name, x in found.rest.items()}
     return Story(target.title, taken, since, course.values[:, i], course.gains[:, i].sum(1),
-                 found.shares[i], found.effects[i], rest, noise, agreement, smooth)
+                 found.shares[i], found.effects[i], rest, noise, target.rollouts, agreement, smooth)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -127,10 +139,8 @@ def closing(story):
     n = digits_of(story)
     rollouts = float(story.shares.sum())
     nats = " nats" if story.name == "log p" else ""
-    noise = ""
-    if story.noise.get("difference", math.nan) == story.noise.get("difference", 0):
-        part = story.noise["difference"] / max(abs(story.change), 1e-30)
-        noise = f", with a noise of {100 * part:.1f} %"
+    part = story.noise_of_error
+    noise = f", with a noise of {100 * part:.1f} %" if part == part else ""
     return (f"account: rollouts {rollouts:+.{n}f}, rest {story.together - rollouts:+.{n}f}, "
             f"together {story.together:+.{n}f}{plus_minus(story, 'sum')}{nats}; true change "
             f"{story.change:+.{n}f}{plus_minus(story, 'change')} ({100 * story.error:.1f} % off"
@@ -138,9 +148,8 @@ def closing(story):
 
 
 def warnings(story):
-    """Where the sum is not the change."""
-    noise = story.noise.get("difference", 0.0)
-    is_noise = abs(story.together - story.change) < 2 * noise
+    """Where the sum is not the change, or cannot be known to be."""
+    is_noise = story.error < 2 * story.noise_of_error
     if story.error > USELESS:
         reason = "that is noise: more held-out rollouts, --held_out=N" if is_noise else (
             "the steps are too large for a straight line: --parts=4 looks at four parts of each")
@@ -149,6 +158,11 @@ def warnings(story):
     elif story.error > TOO_FAR and not is_noise:
         yield ("warning: the steps are too large for a straight line; --parts=4 looks at four "
                "parts of each step")
+    if TOO_FAR < story.noise_of_error < 1:
+        needed = story.rollouts * (story.noise_of_error / TOO_FAR) ** 2
+        yield (f"To know the sum and the change to {100 * TOO_FAR:.0f} % takes about "
+               f"{float(f'{needed:.1g}'):.0f} held-out completions at each step (--held_out=N), in "
+               f"place of {story.rollouts}.")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -174,6 +188,7 @@ def bands(x, name):
 class Rows(NamedTuple):
     """All rollouts of an account, flat: n of them."""
     share: Tensor
+    effect: Tensor
     reward: Tensor
     advantage: Tensor
     length: Tensor      # tokens that the policy drew
@@ -187,6 +202,7 @@ def rows_of(story):
         return torch.cat([of(batch).detach().cpu().double() for batch in batches.values()])
     return Rows(
         torch.cat([story.shares[it] for it in batches]),
+        torch.cat([story.effects[it] for it in batches]),
         flat(lambda batch: batch.rewards), flat(lambda batch: batch.row_advantages),
         flat(lambda batch: batch.rollout.sampled_mask.sum(1)),
         [prompt.text for batch in batches.values() for prompt in batch.prompts],
@@ -221,7 +237,7 @@ def gathered(story):
         prompts.setdefault(text, []).append(i)
     order = sorted(prompts, key=lambda text: -float(rows.share[prompts[text]].sum()))
     shown = order if len(order) <= 2 * PROMPTS else order[:PROMPTS] + order[-PROMPTS:]
-    for text in shown:
+    for text in shown if story.cancelling < CANCELS else ():
         pick = torch.zeros(len(rows.share), dtype=torch.bool)
         pick[prompts[text]] = True
         line(f"prompt {text[:40]!r}", pick)
@@ -229,8 +245,9 @@ def gathered(story):
                  lines)
 
 
-def taught(story):
-    """Sentences: the rewards and directions that gave most, and a rollout of these."""
+def taught(story, by_effect):
+    """Sentences: the rewards and directions that gave most, and a rollout of these that did most,
+    by its effect or by its share."""
     rows = rows_of(story)
     total = float(rows.share.sum())
     names, band = bands(rows.reward, "reward")
@@ -242,7 +259,8 @@ def taught(story):
     towards = rows.share * math.copysign(1, total)
     (name, how), pick = max(cells.items(), key=lambda cell: float(towards[cell[1]].sum()))
     share = float(rows.share[pick].sum())
-    first = int(towards.masked_fill(~pick, -math.inf).argmax())
+    did = rows.effect * math.copysign(1, total) if by_effect else towards
+    first = int(did.masked_fill(~pick, -math.inf).argmax())
     return (f"What taught it most: the {int(pick.sum())} of {len(rows.share)} rollouts with {name} "
             f"and {how}. They gave {share:+.{digits_of(story)}f}, {100 * share / total:.0f} % of "
             f"what all rollouts gave; for example {rows.prompt[first][:60]!r} -> "
@@ -280,29 +298,26 @@ def token_parts(setup, cfg, states, taken, directions, places):
 
 
 def by_token(story, setup, cfg, states, directions):
-    """Table: shares by the token and by where it was pushed. directions: S of G_t (W,)."""
+    """Table: shares by the token. directions: S of G_t (W,)."""
     V = setup.policy.config.vocab_size
-    counts, shares = torch.zeros(2, 2, V, dtype=torch.float64)
+    shares = torch.zeros(V, dtype=torch.float64)
+    counts = torch.zeros(2, V, dtype=torch.long)    # less likely, likelier
     progress = Progress("tokens", "iteration", len(story.shares) - story.since)
     for k, rows, slopes, parts in token_products(setup, cfg, states, story.taken, directions):
-        ids = k.batch.rollout.tokens[rows][:, -slopes.shape[1]:]                    # (n, T)
-        for way, pushed in enumerate((slopes > 0, slopes < 0)):     # less likely, likelier
-            which = ids[pushed].cpu()
-            shares[way].index_add_(0, which, parts[pushed].double().cpu())
-            counts[way].index_add_(0, which, torch.ones(len(which)).double())
+        ids = k.batch.rollout.tokens[rows][:, -slopes.shape[1]:].cpu()              # (n, T)
+        shares.index_add_(0, ids.flatten(), parts.flatten().double().cpu())
+        for way, pushed in enumerate((slopes > 0, slopes < 0)):
+            counts[way] += ids[pushed.cpu()].bincount(minlength=V)
         if progress.is_due():
             progress.show(k.it + 1 - story.since)
     n = digits_of(story)
     total = float(story.shares.sum())
-    order = shares.flatten().abs().argsort(descending=True)[:TOKENS].tolist()
-    lines = []
-    for way, token in (divmod(i, V) for i in order):
-        share = float(shares[way, token])
-        how = "likelier" if way else "less likely"
-        lines.append([f"{setup.tokenizer.decode([token])!r} made {how}",
-                      f"{int(counts[way, token])} times", f"{share:+.{n}f}",
-                      f"{100 * share / total:.0f} %"])
-    return Table("Shares of the tokens", ["token", "how often", "share", "part"], lines)
+    lines = [[repr(setup.tokenizer.decode([token])), str(int(counts[1, token])),
+              str(int(counts[0, token])), f"{shares[token]:+.{n}f}",
+              f"{100 * float(shares[token]) / total:.0f} %"]
+             for token in shares.abs().argsort(descending=True)[:TOKENS].tolist()]
+    header = ["token", "times made likelier", "less likely", "share", "part"]
+    return Table("Shares of the tokens", header, lines)
 
 
 def places_of(x):
@@ -373,21 +388,39 @@ def say_agreement(r):
             f"the other it has a correlation of {r:.2f} (1: signal, 0: noise).")
 
 
-def lines_of(story, tokens):
-    """Sentences. tokens: by_token's Table, or None."""
+def say_tokens(tokens):
+    """The tokens that gave most. tokens: by_token's Table, or None."""
+    rows = tokens.rows if tokens else []
+    most = [f"{name} {part}" for name, *_, part in rows if not part.startswith("-")][:3]
+    return f"Tokens, by the part that each gave: {', '.join(most)}." if most else ""
+
+
+def say_cancelling(story):
+    """Why single shares are not to be read, where they are not."""
+    if story.cancelling < 2:
+        return ""
+    sizes = story.shares.abs().sum(1)                                               # (I,)
+    it = int(sizes.argmax())
+    text = (f"Single shares cancel: in size they are {story.cancelling:.1f} times their sum, "
+            f"{100 * float(sizes[it] / sizes.sum()):.0f} % of that in iteration {it + 1}. AdamW "
+            "divides the step of each weight by the root of its v; where that is small, rollouts "
+            "that pull in opposite directions have large shares and move nothing together.")
+    if story.cancelling < CANCELS:
+        return text
+    return f"{text} So there are none of single prompts and tokens here."
+
+
+def lines_of(story, tokens, by_effect):
+    """Sentences. tokens: by_token's Table, or None. by_effect: the order of rollouts."""
     found = [course_of(story)]
     if story.error <= USELESS:
-        found += [taught(story), say_tokens(tokens)]
+        found += [taught(story, by_effect), say_tokens(tokens)]
     found += [closing(story), *warnings(story)]
+    if story.error <= USELESS:
+        found.append(say_cancelling(story))
     if story.agreement == story.agreement:
         found.append(say_agreement(story.agreement))
     return [text for text in found if text]
-
-
-def say_tokens(tokens):
-    """The tokens that gave most. tokens: by_token's Table."""
-    most = [f"{name} ({part})" for name, _, _, part in tokens.rows[:3]]
-    return f"Its tokens, by their part of that: {', '.join(most)}." if most else ""
 
 
 def figure_of(story):

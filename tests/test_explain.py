@@ -211,6 +211,8 @@ def test_sentences_say_what_was_planted():
     assert "a higher reward by" in difference
     unknown = [row | dict(reward=math.nan) for row in planted[:50]] + planted[50:]
     assert "nan" not in " ".join(sentences_of(unknown, metrics, list))
+    silent = [{"tracin/target_cosine": math.nan, "tracin/self_share": math.nan}]
+    assert len(sentences_of(planted, silent, list)) == 3, "a sentence about a number that is NaN"
 
 
 @pytest.mark.parametrize("name, influence", [
