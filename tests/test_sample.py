@@ -28,11 +28,6 @@ def say(run, *argv):
     return text.split("other rewards are as they are\n")[1].splitlines()
 
 
-def judges_of(run):
-    cfg, _ = last_of([run])
-    return prepare(cfg, read_inputs(cfg), may_train=False).judges.values()
-
-
 def spoken(lines):
     """[(score by each judge, the completion)] of the lines that hold a completion."""
     return [m.groups() for m in map(LINE.match, lines) if m]
@@ -45,8 +40,10 @@ def test_completions_have_the_scores_of_the_judges(run):
     assert "after 3 iterations" in lines[1]
     assert len(spoken(lines)) == 3
     assert len(spoken(say(run, "--prompt=a green river"))) == 5
+    cfg, _ = last_of([run])
+    judges = prepare(cfg, read_inputs(cfg), may_train=False).judges.values()
     for *scores, text in spoken(lines):
-        for score, judge in zip(scores, judges_of(run), strict=True):
+        for score, judge in zip(scores, judges, strict=True):
             toxicity = torch.sigmoid(judge([ast.literal_eval(text)]))
             assert float(score) == pytest.approx(float(toxicity), abs=6e-4)
 
