@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from data.comments import load_comments
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import load_judge, reward_functions
@@ -18,7 +17,6 @@ from judge.rewards import score, try_rewards
 from judge.scorer import SAYS_NOTHING, Scorer, encode, logits_of, pad_right
 from judge.train import auc, even_lengths, length_batches, train_judge
 from model import GPTConfig
-from common.files import load_file
 from data.weights import save_gpt
 from run.settings import load_settings
 from worlds import assert_near, assert_refused, printed, seed_of
@@ -121,33 +119,6 @@ def test_a_score_that_is_not_finite_names_file_and_text(tmp_path):
     torch.nn.init.constant_(broken.score.weight, math.nan)
     save_gpt(f"{tmp_path}/judge.pt", broken, "judge")
     assert_refused(("judge.pt", "hello you"), load_judge(f"{tmp_path}/judge.pt"), ["hello you"])
-
-
-def test_interrupted_training_goes_on_to_the_same_weights_and_report(
-        comments, tmp_path, monkeypatch):
-    labelled = load_comments(comments)[:200]
-
-    def train(name):
-        path = str(tmp_path / name)
-        train_judge(path, "judge_a", labelled, labelled[:60], 8_000, CPU)
-        return load_file(path, "judge")
-
-    whole = train("whole.pt")
-    monkeypatch.setattr("common.supervised.SAVE_SECONDS", -1)
-    batches = itertools.count()
-
-    def cut(rows):
-        if next(batches) == 4:
-            raise KeyboardInterrupt
-        return pad_right(rows)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("judge.train.pad_right", cut)
-        train("cut.pt")
-    again = train("cut.pt")
-    assert sorted(os.listdir(tmp_path)) == ["cut.pt", "whole.pt"]
-    assert again["auc"] == whole["auc"] > 0.5
-    assert all(torch.equal(x, again["model"][name]) for name, x in whole["model"].items())
 
 
 def test_comments_that_cannot_teach_are_refused():
