@@ -1,13 +1,11 @@
 """Settings: names, types, values, files, runs. Each mistake gets one line that names it."""
 import glob
 import json
-import os
 import runpy
 import sys
 import typing
 
 import pytest
-import torch
 
 from common.files import ROOT
 from run.check import ABOVE_0, AT_LEAST, AT_MOST, BELOW_1, PATHS
@@ -18,11 +16,6 @@ NAMES = list(HINTS)
 NUMBERS = [name for name in NAMES if {int, float} & set(types_of(name))]
 CHOICES = {name: typing.get_args(hint) for name, hint in HINTS.items()
            if typing.get_origin(hint) is typing.Literal}
-TEXTS = [name for name in NAMES if str in types_of(name) and name not in CHOICES]
-CONFIGS = sorted(path for path in glob.glob(f"{ROOT}/config/*.py")
-                 if os.path.basename(path) != "__init__.py")
-
-
 @pytest.fixture
 def write(tmp_path):
     """write("beta = 1") -> path of a config file that holds it."""
@@ -61,8 +54,8 @@ def test_every_setting_can_be_given_as_a_flag(monkeypatch):
 FLAGS = [
     ("--lora_alpha=1e-3", 1e-3), ("--beta=1", 1.0), ("--reward_weights=[-0.5]", (-0.5,)),
     ("--reward_funcs=judge", ("judge",)), ("--prompt_words=[2, 3]", (2, 3)),
-    ("--out_dir=-x", "-x"), ("--out_dir=a=b", "a=b"), ("--out_dir=7", "7"),
-    ("--comments=None", None), ("--comments=a b.csv", "a b.csv"), ("--policy='a.pt'", "a.pt"),
+    ("--out_dir=a=b", "a=b"), ("--out_dir=7", "7"), ("--comments=None", None),
+    ("--policy='a.pt'", "a.pt"),
     ("--tracin_adam", True), ("--log_micro=FALSE", False)]
 
 
@@ -80,23 +73,17 @@ def test_what_is_typed_wrongly_is_one_line_that_names_it():
 --bata=1 | bata | beta
 --qqqq=1
 --functions=1
---beta
 --beta 0.1
 -beta=1
--- | --
 nowhere.py | nowhere.py
-out/nowhere
 --max_iters=1.5
---max_iters=
 --seed=True
 --beta=high
 --beta=1e400
 --log_micro=None
---prompt_words=3
 --prompt_words=(5,3)
 --out_dir=
 --reward_funcs=()
---reward_weights=('a',)
 --out_dir=~nobody_of_this_name/run | out_dir | ~nobody_of_this_name
 """)
 
@@ -111,23 +98,18 @@ def test_settings_that_do_not_go_together_are_refused():
 --loss_type=cispo --epsilon_high=0.28 | epsilon_high
 --use_bias_correction_kl=True --kl_in=reward
 --ref_model_sync_steps=2 | ref_model_sync_steps | beta
---multi_objective_aggregation=normalize_then_sum --kl_in=reward | kl_in
 --multi_objective_aggregation=normalize_then_sum --zero_std_groups=resample | zero_std_groups
---critic=True --zero_std_groups=resample
 --critic=True --importance_sampling_level=sequence
 --reward_weights=(1,2)
---reward_funcs=('judge','judge') --reward_weights=(1,2)
 --judge=None
 --judge=train:toxic
 --reward_funcs=nobody | reward_funcs | nobody
---tracin_val_reward=nobody --tracin_val_prompts=1 | tracin_val_reward | nobody
 --tracin_val_reward=judge | tracin_val_reward | tracin_val_prompts
 --tracin=target
 --tracin_select=weigh
 --tracin=self --loss_type=bnpo --num_iterations=2 | bnpo
 --tracin=reward --tracin_leave_one_out=True --critic=True | critic
 --tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2 | tracin_leave_one_out
---tracin_val_size=3
 --tracin=reward --tracin_val_prompts=2 --tracin_val_size=1 | tracin_val_size
 --stop_strings=('x',)
 """)
@@ -153,21 +135,12 @@ def test_every_range_is_checked():
 
 
 def test_what_nothing_can_hold_is_one_line(write):
-    """Half a character, which JSON, a flag and a config file can hold, but no other file and no
-    tokenizer; a number of thousands of digits, which Python does not print."""
-    for name in TEXTS:
-        refuses((name, "\\ud800"), f"--{name}=\ud800")
+    """Half a character, which no file and no tokenizer takes; thousands of digits, which Python
+    does not print."""
+    refuses(("prompts", "\\ud800"), "--prompts=\ud800")
     refuses(("stop_strings", "\\ud800"), "--stop_strings=('a', '\\ud800')")
     refuses("seed", write("seed = 10 ** 10000"))
-    refuses("prompt_words", write("prompt_words = (1, 10 ** 10000)"))
-    latin = os.fsdecode(b"caf\xe9")     # a folder may have this name
-    assert load_settings([f"--out_dir={latin}"]).out_dir == latin
-
-
-def test_no_error_line_is_long(write):
-    refuses("a.py", write(f"raise ValueError('x' * {10 ** 6})"))
-    for digits in (320, 10 ** 5):
-        refuses("beta", "--beta=" + "9" * digits)
+    refuses("beta", "--beta=" + "9" * 10 ** 5)
 
 
 def test_the_home_folder_stands_for_a_tilde(monkeypatch):
@@ -175,14 +148,6 @@ def test_the_home_folder_stands_for_a_tilde(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     for name in PATHS:
         assert getattr(load_settings([f"--{name}=~/a.pt"]), name) == "/home/me/a.pt"
-        assert getattr(load_settings([f"--{name}=./~/a.pt"]), name) == "./~/a.pt"
-
-
-def test_a_bundled_file_is_found_by_its_old_name():
-    """Runs and copied config files of older versions name it in weights/."""
-    cfg = load_settings(["--policy=weights/policy.pt", "--judge=weights/judge.pt"])
-    assert (cfg.policy, cfg.judge) == ("data/policy.pt", "data/judge.pt")
-    assert load_settings(["--policy=weights/mine.pt"]).policy == "weights/mine.pt"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -192,16 +157,15 @@ CONSTANT = "def reward(prompts, completions):\n    return [{}] * len(completions
 
 
 def test_every_config_of_the_project_loads():
-    for path in CONFIGS:
+    for path in glob.glob(f"{ROOT}/config/*.py"):
         load_settings([path])
 
 
 # the text of a config file | what the one line names
 FAILING = [
-    ("beta = 1 / 0", "a.py"), ("raise ValueError('first\\nsecond')", "first second"),
-    ("beta: 0.1", "a.py"), ("import math", "a.py"), ("beta = = 1", "a.py"),
-    ("import no_such_module", "no_such_module"), ("import sys; sys.exit(3)", "a.py"),
-    ("num_generation = 4", "num_generations"), ("beta = 0.1j", "0.1j"),
+    ("raise ValueError('first\\nsecond' * 10 ** 6)", "a.py"), ("beta = = 1", "a.py"),
+    ("import math", "a.py"), ("import no_such_module", "no_such_module"),
+    ("import sys; sys.exit(3)", "a.py"), ("num_generation = 4", "num_generations"),
     ("beta = float('nan')", "beta"), (CONSTANT.replace("reward", "rewrd").format(1), "rewrd"),
     ("async " + CONSTANT.format(1), "reward"), ("tools = []", "tools"),
     ("tools = {'a': len}\ndef environment(prompts, transcripts): pass", "environment")]
@@ -227,32 +191,6 @@ def test_files_build_on_each_other_and_functions_are_rewards(write, monkeypatch,
                   + CONSTANT.replace("reward", "length").format(3), "three.py")
     cfg = load_settings([three])
     assert [cfg.functions[name]([], [""]) for name in cfg.reward_funcs] == [[3], [1]]
-
-
-def test_what_a_config_file_imports_is_its_own_business(write):
-    text = "from math import sqrt\nfrom random import *\nimport torch\n_n = 0.25\nbeta = sqrt(_n)\n"
-    cfg = load_settings([write(text + CONSTANT.format(1))])
-    assert cfg.beta == 0.5
-    assert list(cfg.functions) == ["reward"]
-
-
-def test_what_a_users_code_does_to_torch_ends_with_it(write):
-    spoil = ("torch.set_default_device('meta')", "torch.set_default_dtype(torch.float64)",
-             "torch.set_grad_enabled(False)")
-    for text in spoil:
-        code = f"import torch\n{text}\ndef texts(n, seed):\n    {text}\n    return []\n"
-        load_settings([write(code)]).functions["texts"](1, 2)
-        x = torch.zeros(1)
-        assert x.device.type == "cpu" and x.dtype == torch.float32, text
-        assert torch.is_grad_enabled()
-
-
-def test_a_function_that_fails_is_one_line_that_names_it(write):
-    """Also by a panic of a package in Rust, which is no Exception."""
-    panic = "_Panic = type('PanicException', (BaseException,), {})\n"
-    for error in ("KeyError('x')", "_Panic('slice index')"):
-        cfg = load_settings([write(f"{panic}def texts(n, seed):\n    raise {error}\n")])
-        assert_refused("texts", cfg.functions["texts"], 1, 2)
 
 
 ANSWERED = "def environment(prompts, transcripts): pass"

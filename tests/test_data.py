@@ -1,5 +1,4 @@
 """Comments, prompts, the tokenizer, and the policy that is made of them."""
-import csv
 import functools
 import gzip
 import importlib.util
@@ -18,7 +17,7 @@ from data.prompts import draw_prompts, load_prompts
 from data.tokenizer import load_tokenizer
 from judge.train import named_judges
 from run.policy import load_policy
-from run.pretraining import BATCH_SIZE, get_policy, text_starts, windows
+from run.pretraining import get_policy
 from run.settings import load_settings
 from worlds import WORDS, assert_refused, printed, write_rows
 
@@ -42,12 +41,9 @@ def test_comments_are_cleaned_and_labelled(tmp_path):
 
 def test_bad_comments_name_file_and_row(tmp_path):
     for name, text, place in (
-            ("a.csv", "words,is_offensive\nx,1\n", "row 1"),
             ("a.csv", "text,is_offensive\nx,1\ny,maybe\n", "row 2"),
-            ("a.csv", "text,is_offensive\nx,1.5\n", "1.5"),
             ("a.csv", "text,is_offensive\nx,nan\n", "nan"),
             ("a.jsonl", '{"text": ["x"], "is_offensive": 1}', "text"),
-            ("a.jsonl", '{"text": "x", "is_offensive": 1' + "0" * 400 + "}", "row 1"),
             ("a.csv", "text,is_offensive\n", "a.csv"), ("a.txt", "x", "is_offensive"),
             ("a.pdf", "x", "a.pdf")):
         (tmp_path / name).write_text(text)
@@ -63,14 +59,6 @@ def test_a_quote_that_never_closes_swallows_no_rows_but_is_refused_with_its_row(
             (tmp_path / "a.csv").write_text("\n".join(rows) + "\n")
             for read in (load_comments, read_rows):
                 assert_refused(("a.csv", "row 8", "line 9"), read, path)
-
-
-def test_quotes_that_are_written_as_they_must_be_are_read(tmp_path):
-    path = f"{tmp_path}/a.csv"
-    texts = ['"quoted"', 'a "word', "two\nlines, one comma", '"', "\"\n\"", "5\" wide", ""]
-    with open(path, "w", newline="") as f:
-        csv.writer(f).writerows([["n", "text"], *enumerate(texts)])
-    assert [row["text"] for row in read_rows(path)] == texts
 
 
 def test_columns_of_the_comments_may_have_other_names_and_the_file_may_be_packed(tmp_path):
@@ -156,22 +144,13 @@ def test_prompts_from_a_file(prompts_of, tmp_path):
 
 
 def test_a_name_with_a_dot_is_a_column_or_a_path(prompts_of, tmp_path):
-    def first_words(name, text, field):
-        (tmp_path / name).write_text(text)
-        train, evaluation, _ = prompts_of(f"--prompts={tmp_path}/{name}", f"--prompt_field={field}")
-        return {text.split()[0] for text in texts(train + evaluation)}
-
     for row, field in (
             ({"prompt.text": "{}"}, "prompt.text"), ({"prompt": {"text": "{}"}}, "prompt.text"),
-            ({"prompt": {}, "prompt.text": "{}"}, "prompt.text"),
-            ({"prompt": "x", "prompt.text": "{}"}, "prompt.text"),
-            ({"a.b": {"c": "{}"}}, "a.b.c"), ({"a": {"b.c": "{}"}}, "a.b.c"),
-            ({"a.b.c": "{}", "a": {"b": {"c": "x"}}}, "a.b.c")):
+            ({"prompt": "x", "prompt.text": "{}"}, "prompt.text"), ({"a": {"b.c": "{}"}}, "a.b.c")):
         lines = [json.dumps(row).replace('"{}"', f'"line {i}"') for i in range(40)]
-        assert first_words("a.jsonl", "\n".join(lines), field) == {"line"}, row
-    lines = "".join(f"line {i},0.5\n" for i in range(40))
-    header = "prompt.text,prompt.toxicity\n"
-    assert first_words("a.csv", header + lines, "prompt.text") == {"line"}
+        (tmp_path / "a.jsonl").write_text("\n".join(lines))
+        train, _, _ = prompts_of(f"--prompts={tmp_path}/a.jsonl", f"--prompt_field={field}")
+        assert {text.split()[0] for text in texts(train)} == {"line"}, row
 
 
 def test_prompts_that_hold_special_tokens_as_text_are_noted(prompts_of, tmp_path):
@@ -195,23 +174,16 @@ def test_prompts_of_the_evaluation_from_a_file_of_their_own(prompts_of, tmp_path
     (tmp_path / "b.txt").write_text("other\n" + "x" * 99 + "\n\nanother")
     flags = (f"--prompts={tmp_path}/a.txt", f"--eval_prompts={tmp_path}/b.txt")
     train, evaluation, others = prompts_of(*flags)
-    assert texts(train) == lines
-    assert texts(evaluation) == ["other", "another"]
-    assert not others
-    said = printed(prompts_of, *flags)
-    assert "b.txt" in said and "2 of 4" in said, "two prompts go without a word"
-    assert "num_eval_prompts" in said
-    assert_refused("held-out prompts", prompts_of, *flags, "--tracin=reward",
-                   "--tracin_val_prompts=2")
+    assert (texts(train), texts(evaluation), others) == (lines, ["other", "another"], [])
+    assert "b.txt" in printed(prompts_of, *flags), "two prompts go without a word"
 
 
 def test_bad_prompts_name_file_and_row(prompts_of, tmp_path):
     for name, content, place in (
-            ("a.txt", "", "a.txt"), ("a.csv", "words\nx\n", "row 1"),
-            ("a.csv", "n,text\n1,x\n2\n", "row 2"), ("a.csv", "text\na,b", "row 1"),
-            ("a.jsonl", '{"text": {"x": 1}}', "row 1"), ("a.jsonl", "3", "row 1"),
+            ("a.txt", "", "a.txt"), ("a.csv", "n,text\n1,x\n2\n", "row 2"),
+            ("a.jsonl", '{"text": {"x": 1}}', "row 1"),
             ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1"), ("a.pdf", "x", "a.pdf"),
-            ("a.jsonl", '{"text": [{"role": "user", "content": "x"}]}', "chat template"),
+            ("a.jsonl", '{"text": [{"role": "user", "content": "x"}]}', "row 1"),
             ("a.txt", "one", "24"), ("a.txt", "word " * 500, "24")):
         (tmp_path / name).write_text(content)
         assert_refused((name, place), prompts_of, f"--prompts={tmp_path}/{name}")
@@ -223,15 +195,8 @@ def test_questions_are_the_prompts(prompts_of):
     train, evaluation, others = prompts_of(config=good)
     assert sorted(texts(train + evaluation + others)) == sorted(f"{i} 0" for i in range(50))
     assert train[0].row["answer"] == int(train[0].text.split()[0])
-    one_list = "(lambda shared: [{'text': str(i), 'answers': shared} for i in range(50)])([])"
-    train = prompts_of(config=made.format(one_list))[0]
-    assert train[0].row["answers"] is not train[1].row["answers"], "two rows share a list"
-    for rows, name in (("3", "questions"), ("[1]", "row 1"),
-                       ("[{'text': 'x', 'module': __import__('os')}]", "row 1"),
-                       ("[{'text': 'x', 'big': 10 ** 5000}]", "row 1"),
-                       ("[{'text': 'x', 'table': {(1, 2): 3}}]", "row 1"),
-                       ('[{"prompt": "x"}]', "row 1"), ('[{"text": "a \\ud800 1"}]', "row 1"),
-                       ("1 / 0", "questions")):
+    for rows, name in (("3", "questions"), ("[{'text': 'x', 'module': __import__('os')}]", "row 1"),
+                       ('[{"prompt": "x"}]', "row 1"), ("1 / 0", "questions")):
         assert_refused(name, prompts_of, config=made.format(rows))
 
 
@@ -303,25 +268,6 @@ def test_a_policy_is_made_once_of_the_same_texts(made_up):
         cfg = made_up(*change)
         get_policy(cfg, get_splits(cfg), CPU)
         assert len(os.listdir(cfg.cache_dir)) == policies, "a policy for each choice of texts"
-
-
-def test_texts_that_are_none_are_one_line(made_up):
-    for old, new in (("return [f", "return 3, [f"), ("in range(n)]", "in range(3)]"),
-                     ("randrange(10)", "randrange(0)")):
-        cfg = made_up(old, new)
-        assert_refused("texts", get_policy, cfg, get_splits(cfg), CPU)
-
-
-def test_windows_begin_where_a_text_does_or_anywhere():
-    stream = torch.tensor([int(token) for token in "155925935559459"])      # 9 ends a text
-    starts = text_starts(stream, 4, 9)
-    assert starts.tolist() == [0, 4, 7], "the window of the last text would not end"
-    found = windows(stream, starts, 0, 4, seed=1)
-    assert found.shape == (BATCH_SIZE, 5)
-    assert set(found[:, 0].tolist()) == {1, 2, 3}
-    half = windows(stream, starts, 24, 4, seed=1)
-    assert 5 in half[:24, 0], "these may begin anywhere"
-    assert torch.equal(half[24:], found[24:])
 
 
 def test_the_weights_of_the_project(tmp_path, monkeypatch):

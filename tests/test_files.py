@@ -3,10 +3,8 @@ Files are written whole or not at all, and what is read is checked and never run
 supervised loop and its partial file, devices and memory, exit codes, signals, output that nobody
 reads.
 """
-import contextlib
 import errno
 import io
-import math
 import os
 import signal
 import subprocess
@@ -14,13 +12,12 @@ import sys
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import common.device
 from common.device import free_memory, machine, pick_device, pick_dtype
 from common.files import (
-    ROOT, load_file, read_json, read_log, read_rows, replacing, save_file, write_json)
+    ROOT, load_file, read_log, read_rows, replacing, save_file)
 from common.script import BadInput, hash_of, interrupts, run_script
 from common.supervised import fit, trapezoid
 from data.weights import load_gpt, save_gpt
@@ -71,15 +68,6 @@ def test_a_disk_that_cannot_be_waited_for_serves_and_a_broken_one_does_not(
     assert found == (0 if is_refused else 1), "what may not be on the disk has replaced what is"
 
 
-def test_a_planted_link_is_not_written_through(tmp_path):
-    path = tmp_path / "config.json"
-    (tmp_path / "notes").write_text("years of work")
-    os.symlink(tmp_path / "notes", f"{path}.{os.getpid()}.tmp")     # the name to be renamed
-    write_json(str(path), {})
-    assert (tmp_path / "notes").read_text() == "years of work"
-    assert not path.is_symlink()
-
-
 def test_a_policy_comes_back_in_float32_and_its_half_made_files_go(tmp_path):
     for name in ("a.pt.partial", "a.pt.partial.123.tmp", "b.pt.partial"):   # 123 was killed
         (tmp_path / name).write_text("half")
@@ -122,24 +110,6 @@ def test_a_shape_that_does_not_fit_the_weights_is_one_line(tmp_path):
         assert_refused("odd.pt", load_gpt, path)
 
 
-def test_a_flipped_bit_is_found(tmp_path):
-    path = tmp_path / "a.pt"
-    weights = torch.randn(300)
-    save_file(str(path), "run", x=weights)
-    data = bytearray(path.read_bytes())
-    silent = 0
-    places = range(0, len(data), 17)
-    for place in places:
-        data[place] ^= 4
-        path.write_bytes(data)
-        data[place] ^= 4
-        with contextlib.suppress(BadInput):
-            found = load_file(str(path), "run")["x"]
-            assert torch.equal(found, weights), f"byte {place}: other weights"
-            silent += 1     # what nothing reads: padding, a date
-    assert silent < len(places) / 2
-
-
 def test_code_in_a_file_is_not_run(tmp_path):
     proof = tmp_path / "proof"
 
@@ -150,16 +120,6 @@ def test_code_in_a_file_is_not_run(tmp_path):
     torch.save(dict(kind="policy", x=Evil()), tmp_path / "evil.pt")
     assert_refused("evil.pt", load_file, f"{tmp_path}/evil.pt", "policy")
     assert not proof.exists()
-
-
-def test_text_comes_back_whatever_it_holds(tmp_path):
-    path = f"{tmp_path}/a.json"
-    for content in ({"grüß": [1, None]}, "\ud800"):    # half a character, as a folder may have it
-        write_json(path, content)
-        assert read_json(path) == content
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"a": 1}\n\n{"a": "\u2028"}\n')
-    assert read_rows(rows) == [{"a": 1}, {"a": "\u2028"}]
 
 
 def test_rows_that_cannot_be_read_are_one_line(tmp_path):
@@ -185,8 +145,6 @@ def test_half_a_last_line_of_a_log_is_left_out(tmp_path):
         assert read_log(log) == rows[:done], whole[:cut]
     log.write_bytes(b'{"a": 1}\n{"a":\n{"a": 3}\n')
     assert_refused("row 2", read_log, log)
-    log.write_bytes(b'{"a": "\xff"}\n{}\n')
-    assert_refused("row 1", read_log, log)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -224,34 +182,21 @@ def test_interrupted_fit_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
     assert hash_of(model) == hash_of(whole) != hash_of(random_gpt())
 
 
-def test_a_partial_file_of_other_content_is_refused(tmp_path):
-    """torch would take moments of another shape, and read memory that is none of theirs."""
+def test_moments_of_another_shape_in_a_partial_file_are_refused(tmp_path):
+    """torch would take them, and read memory that is none of theirs."""
     model = random_gpt()
     muon, adam = (optimizer.state_dict() for optimizer in optimizers(model))
-    partial = f"{tmp_path}/partial.pt"
     zeros = torch.zeros_like(model.wte.weight)
-    moments = {"step": torch.ones(()), "exp_avg": zeros, "exp_avg_sq": zeros}
-    half = {"step": torch.ones(()), "exp_avg": zeros}
-    small = moments | {"exp_avg": torch.zeros(3)}
-    shared = moments | {"exp_avg": torch.zeros(1, 1).expand_as(zeros)}
-    for step, state in ((-1, {}), (9, {}), ("3", {}), (3, 1), (3, {0: half}), (3, {0: small}),
-                        (3, {0: shared})):
-        save_file(partial, "partial", model=model.state_dict(), step=step,
-                  optimizers=[muon, adam | {"state": state}])
-        assert_refused(partial, train, partial)
+    moments = {"step": torch.ones(()), "exp_avg": torch.zeros(3), "exp_avg_sq": zeros}
+    save_file(f"{tmp_path}/partial.pt", "partial", model=model.state_dict(), step=3,
+              optimizers=[muon, adam | {"state": {0: moments}}])
+    assert_refused("partial.pt", train, f"{tmp_path}/partial.pt")
 
 
 def test_the_rate_of_a_fit_goes_up_stays_and_goes_down():
     """Up over the first 2 % of the steps, down over the last half."""
     found = [trapezoid(step, 100) for step in range(100)]
     assert found == pytest.approx([0.5] + [1.0] * 50 + [(49 - i) / 50 for i in range(49)])
-
-
-def test_a_loss_that_is_not_finite_ends_a_fit(tmp_path):
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(SystemExit, match="test.* nan"):
-        fit(model, [optimizer], lambda i: math.nan * model.bias.sum(), 2, f"{tmp_path}/p", "test")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -310,10 +255,6 @@ def test_a_command_says_what_it_computes_on_and_why_not_on_a_gpu(monkeypatch):
 
 def test_a_rollout_that_cannot_fit_into_memory_is_refused(monkeypatch):
     assert 2 ** 20 < free_memory(CPU) < 2 ** 50
-    with monkeypatch.context() as m:
-        m.setattr(common.device, "read_proc", lambda name: "")      # no Linux
-        assert common.device.memory(CPU) is None
-        assert free_memory(CPU) == math.inf
     monkeypatch.setattr(common.device, "free_memory", lambda device: 16 * 2 ** 30)
 
     def checked(**knobs):
@@ -323,8 +264,6 @@ def test_a_rollout_that_cannot_fit_into_memory_is_refused(monkeypatch):
     checked()
     assert_refused(("256000", "n_layer"), checked, num_prompts=32_000)
     checked(num_prompts=32_000, decode_batch_size=64)
-    # the rollout itself has to be kept too
-    assert_refused("64", checked, num_prompts=3_200_000, decode_batch_size=64)
 
 
 def test_influence_that_may_not_fit_into_memory_is_announced(monkeypatch, capsys):
@@ -356,16 +295,6 @@ def test_the_first_signal_asks_and_the_second_interrupts(capfd):
             assert capfd.readouterr().err.startswith("interrupted: ")
             signal.raise_signal(number)
         assert signal.getsignal(number) == before
-
-
-def test_a_command_under_nohup_hears_no_hangup():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with interrupts() as stop:
-            signal.raise_signal(signal.SIGHUP)
-            assert not stop()
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 SCRIPT = """
@@ -442,28 +371,3 @@ def test_output_that_nobody_reads_ends_in_one_line():
                           text=True, env=os.environ | {"PYTHONPATH": ROOT}, timeout=60)
     assert done.returncode == 1, done.stderr
     assert "Broken pipe" in done.stderr and done.stderr.count("\n") == 1
-
-
-# without what only Linux has
-ELSEWHERE = """
-import runpy, sys
-
-def hook(event, args):
-    if event == "import" and args[0] == "fcntl":
-        raise ImportError("no fcntl here")
-    if event == "open" and str(args[0]).startswith("/proc"):
-        raise FileNotFoundError(args[0])
-
-sys.addaudithook(hook)
-sys.modules.pop("fcntl", None)
-sys.argv[0] = "grpo.py"
-runpy.run_path("grpo.py", run_name="__main__")
-"""
-
-
-def test_a_job_runs_where_there_is_no_fcntl_and_no_proc(tiny, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, *tiny.flags, f"--out_dir={tmp_path}/run",
-         "--max_iters=1"], cwd=ROOT, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert os.path.exists(tmp_path / "run" / "ckpt_000001.pt")

@@ -15,7 +15,7 @@ from data.tokenizer import load_tokenizer
 from judge import load_judge, reward_functions
 from judge.rewards import score, try_rewards
 from judge.scorer import SAYS_NOTHING, Scorer, encode, logits_of, pad_right
-from judge.train import auc, even_lengths, length_batches, train_judge
+from judge.train import auc, even_lengths
 from model import GPTConfig
 from data.weights import save_gpt
 from run.settings import load_settings
@@ -71,8 +71,6 @@ def test_encode_puts_the_class_token_first_cleans_and_cuts():
 def test_auc_counts_pairs_and_equal_scores_half():
     scores = torch.tensor([1.0, 2.0, 2.0, 3.0])
     assert auc(scores, torch.tensor([False, False, True, True])) == 3.5 / 4
-    scores = torch.arange(200_000.0)        # 10 ** 10 pairs, which no memory holds
-    assert auc(scores, scores >= 100_000) == 1
 
 
 def test_clean_comments_are_cut_to_the_lengths_of_toxic_ones():
@@ -86,17 +84,6 @@ def test_clean_comments_are_cut_to_the_lengths_of_toxic_ones():
     assert set(lengths) == {2, 3, 100}
     assert 70 < lengths.count(100) < 130
     assert even_lengths(comments, 0) == cut != even_lengths(comments, 1)
-
-
-def test_length_batches_cover_every_row_once_and_pad_little():
-    lengths = [1 + i * i % 37 for i in range(1000)]
-    rows = [[0] * n for n in lengths]
-    batches = length_batches(rows, 8, seed=1)
-    assert sorted(sum(batches, [])) == list(range(1000))
-    assert max(map(len, batches)) <= 8
-    assert batches == length_batches(rows, 8, seed=1) != length_batches(rows, 8, seed=2)
-    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
-    assert padded < 1.1 * sum(lengths)
 
 
 def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
@@ -119,12 +106,6 @@ def test_a_score_that_is_not_finite_names_file_and_text(tmp_path):
     torch.nn.init.constant_(broken.score.weight, math.nan)
     save_gpt(f"{tmp_path}/judge.pt", broken, "judge")
     assert_refused(("judge.pt", "hello you"), load_judge(f"{tmp_path}/judge.pt"), ["hello you"])
-
-
-def test_comments_that_cannot_teach_are_refused():
-    clean, toxic = ("a cat", 0.0), ("grumble", 1.0)
-    for comments, held_out in (([clean, toxic], [clean]), ([], [clean, toxic])):
-        assert_refused("judge_a", train_judge, "judge.pt", "judge_a", comments, held_out, 1, CPU)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -162,18 +143,6 @@ def test_a_reward_that_returns_something_else_is_named():
                    [[1], [2]], {1: 2, 3: 4}, torch.ones(2, 2), ["1", "2"], "12", b"xy",
                    [1e20, 1], [10 ** 400, 1], map(float, ("inf", "1"))):
         assert_refused("reward 'r'", score, {"r": lambda completions: values}, ASKED, ANSWERS)
-
-
-def test_a_judge_that_runs_out_of_memory_is_called_once_and_blames_no_reward():
-    calls = []
-
-    def judge(completions):
-        calls.append(completions)
-        raise MemoryError
-
-    with pytest.raises(MemoryError):
-        score({"judge": judge}, ASKED, ANSWERS)
-    assert calls == [ANSWERS]
 
 
 def test_a_reward_may_do_as_it_likes(tmp_path):

@@ -4,7 +4,6 @@ lost; after any interruption it goes on with the same bits; what is damaged or d
 refused; evaluate.py measures what it trained, and other runs start from it.
 """
 import functools
-import importlib
 import io
 import json
 import math
@@ -31,8 +30,6 @@ from run.settings import load_settings
 from worlds import (
     assert_near, assert_refused, printed, random_ids, read_rows, refusal, skip_without,
     untimed_metrics, write_rows)
-
-explain = importlib.import_module("explain.__main__")
 
 # a reward that draws from the three global generators, and may send a signal or fail in one call
 NOISE = """
@@ -168,60 +165,26 @@ def test_a_run_leaves_logs_checkpoints_and_its_config(whole):
     assert (whole / "config.py").read_text() == NOISE
 
 
-def test_a_verdict_says_whether_the_reward_rose(run_grpo, tmp_path):
-    rises = tmp_path / "rises.py"
-    rises.write_text("def reward(prompts, completions): return list(map(len, completions))")
-    flags = (rises, "--judge=None", "--eval_judge=None", "--learning_rate=1e-2")
-    assert "verdict" in run_grpo(tmp_path / "a", *flags, "--max_iters=4", "--expect_rise=0.1")
-    with pytest.raises(SystemExit, match="verdict"):        # exit code 1
-        run_grpo(tmp_path / "b", *flags, "--max_iters=0", "--expect_rise=0.1")
-
-
-def test_a_run_works_with_torchs_deterministic_algorithms(run_grpo, tmp_path):
-    """torch refuses operations that it knows no deterministic form of; the numbers stay."""
-    flags = ("--beta=0.1", "--top_p=0.9", "--dtype=bfloat16", "--tracin=reward",
-             "--tracin_leave_one_out=True", "--activation_checkpointing=True", "--max_iters=2")
-    run_grpo(tmp_path / "plain", *flags)
-    torch.use_deterministic_algorithms(True)
-    try:
-        run_grpo(tmp_path / "fixed", *flags)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert_same_run(tmp_path / "plain", tmp_path / "fixed")
-
-
-def fake_wandb(monkeypatch, **functions):
-    fake = ModuleType("wandb")
-    for name in ("init", "log", "finish"):
-        setattr(fake, name, functions.get(name, lambda *args, **more: None))
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-
-
-def test_wandb_gets_the_metrics(run_grpo, tmp_path, monkeypatch):
-    begun = {}
+def test_wandb_gets_the_metrics_until_it_fails(run_grpo, tmp_path, monkeypatch):
+    """Then the run goes on, says so, and asks it no more."""
     logged = []
-    fake_wandb(monkeypatch, init=begun.update, log=lambda row, step: logged.append((step, row)))
-    run_grpo(tmp_path / "run", "--wandb_project=toys", "--max_iters=2")
+
+    def log(row, step):
+        logged.append((step, row))
+        if step == 2:
+            raise ConnectionError("unreachable")
+
+    wandb = ModuleType("wandb")
+    wandb.init = lambda **about: logged.append(about)
+    wandb.log = log
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    text = run_grpo(tmp_path, "--wandb_project=toys", "--max_iters=3")
+    begun, (_, first), (_, row), (last, _) = logged
     assert begun["project"] == "toys" and begun["config"]["num_prompts"] == 4
-    rewards = [row["reward"] for _, row in logged if "loss" in row]
-    assert rewards == [row["reward"] for row in read_rows(tmp_path / "run/metrics.jsonl")]
-    assert [step for step, row in logged if "eval/perplexity" in row] == [0, 2]
-
-
-def test_a_failing_wandb_stops_no_run(run_grpo, tmp_path, monkeypatch):
-    """It is a note, and it is not asked again."""
-    for part, error in (("init", SystemExit("no key")), ("log", ConnectionError("unreachable"))):
-        calls = []
-
-        def fails(*args, **more):
-            calls.append(part)
-            raise error
-
-        fake_wandb(monkeypatch, **{part: fails})
-        text = run_grpo(tmp_path / part, "--wandb_project=toys", "--max_iters=1")
-        assert f"wandb.{part}" in text, "nothing says that it failed"
-        assert len(calls) == 1, "it is asked again and again"
-        assert columns(text), "the run did not come to its end"
+    assert "eval/perplexity" in first and last == 2
+    assert row["reward"] == read_rows(tmp_path / "metrics.jsonl")[0]["reward"]
+    assert "wandb.log" in text, "nothing says that it failed"
+    assert columns(text), "the run did not come to its end"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -239,14 +202,11 @@ def test_another_command_leaves_a_run_alone(run_grpo, noise, copy, tmp_path):
 
 
 def test_a_folder_of_other_files_is_left_alone(run_grpo, tmp_path):
-    for name in ("samples.jsonl", "config.py", "config.json"):
-        where = tmp_path / name.replace(".", "-")
-        where.mkdir()
-        (where / name).write_text("years of work")
-        before = snapshot(tmp_path)
-        for flag in ("--max_iters=0", "--resume=True"):
-            assert_refused((str(where), "--out_dir"), run_grpo, where, flag)
-        assert snapshot(tmp_path) == before
+    (tmp_path / "samples.jsonl").write_text("years of work")
+    before = snapshot(tmp_path)
+    for flag in ("--max_iters=0", "--resume=True"):
+        assert_refused((str(tmp_path), "--out_dir"), run_grpo, tmp_path, flag)
+    assert snapshot(tmp_path) == before
 
 
 def test_a_folder_where_a_run_is_at_work_is_left_alone(copy, go_on, monkeypatch):
@@ -266,24 +226,16 @@ def test_a_folder_where_a_run_is_at_work_is_left_alone(copy, go_on, monkeypatch)
     assert asked, "the run did not begin"
 
 
-def test_a_run_writes_through_no_link(copy, go_on, run_grpo, tmp_path):
+def test_a_run_writes_through_no_link(copy, go_on, tmp_path):
     notes = tmp_path / "notes"
     notes.write_text("years of work" * 10 ** 5)     # long enough to go on with
     before = notes.read_bytes()
-    kinds = (Path.symlink_to, Path.hardlink_to, lambda path, _: os.mkfifo(path),
-             lambda path, _: path.mkdir())
-    for name in (".lock", *LOGS):
-        path = copy / name
-        path.rename(tmp_path / "away")
-        for make in kinds:
-            make(path, notes)
-            for message in (refusal(go_on, "--max_iters=7"),
-                            refusal(run_grpo, copy, "--max_iters=0")):
-                assert name in message
-                assert "remove" not in message, "who obeys would lose the run"
-            path.rmdir() if path.is_dir() else path.unlink()
-        (tmp_path / "away").rename(path)
-        assert notes.read_bytes() == before, f"what {name} leads to was written to"
+    (copy / "samples.jsonl").unlink()
+    for make in (Path.symlink_to, Path.hardlink_to, lambda path, _: os.mkfifo(path)):
+        make(copy / "samples.jsonl", notes)
+        assert_refused("samples.jsonl", go_on, "--max_iters=7")
+        (copy / "samples.jsonl").unlink()
+    assert notes.read_bytes() == before
 
 
 def test_who_obeys_the_advice_about_a_link_loses_nothing(copy, whole, tmp_path, go_on):
@@ -292,23 +244,6 @@ def test_who_obeys_the_advice_about_a_link_loses_nothing(copy, whole, tmp_path, 
     subprocess.run(command.replace("F", "samples.jsonl"), shell=True, check=True, cwd=copy)
     go_on()
     assert_same_run(whole, copy)
-
-
-def test_a_run_removes_no_file_of_the_user(run_grpo, tmp_path):
-    """Of all that looks like its checkpoints, it removes its own oldest ones alone."""
-    (tmp_path / "mine").write_text("mine")
-    run = tmp_path / "run"
-    run_grpo(run, "--max_iters=1", "--save_interval=1")
-    for number in (0, 9):
-        (run / f"ckpt_00000{number}.pt").unlink(missing_ok=True)
-        os.symlink(tmp_path / "mine", run / f"ckpt_00000{number}.pt")
-    (run / "ckpt_000008.pt").mkdir()
-    (run / "ckpt_best.tmp").write_text("mine")
-    more = ("--save_interval=1", "--keep_checkpoints=2", "--resume=True")
-    assert "ckpt_000001.pt" in run_grpo(run, *more, "--max_iters=4"), "it began from another file"
-    found = {path.name[10:11]: path.is_symlink() for path in run.glob("ckpt_*.pt")}
-    assert found == {"0": True, "9": True, "8": False, "3": False, "4": False}
-    assert (tmp_path / "mine").read_text() == (run / "ckpt_best.tmp").read_text() == "mine"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -356,17 +291,6 @@ def test_killed_again_and_again_before_the_first_iteration_is_done(
     run_grpo(where, noise, *SIX)
     assert_same_run(whole, where)
     assert set(os.listdir(where)) == set(os.listdir(whole)), "a half was left behind"
-
-
-def test_a_run_that_is_killed_goes_on(tiny, noise, whole, run_grpo, tmp_path):
-    """By SIGKILL, which nothing can catch, while a reward scores iteration 3."""
-    where = tmp_path / "run"
-    command = [sys.executable, grpo.__file__, *tiny.flags, noise, f"--out_dir={where}", *SIX]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60,
-                          env=os.environ | {"CALL": "5", "SIGNAL": str(int(signal.SIGKILL))})
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert f"{where}/ckpt_000002.pt" in run_grpo(where, noise, *SIX)
-    assert_same_run(whole, where)
 
 
 # number of the reward's call, whether it fails after the signal: the iteration that is saved
@@ -450,25 +374,6 @@ def test_a_finished_run_is_printed_again_and_made_longer(noise, whole, run_grpo,
     assert after == before
     run_grpo(where, noise, *SIX, "--resume")
     assert_same_run(whole, where)
-
-
-def test_a_reference_that_moves_only_after_a_resume_begins_as_the_base(run_grpo, tmp_path):
-    flags = ("--beta=0.1", "--save_interval=1")
-    moving = (*flags, "--max_iters=2", "--ref_model_sync_steps=2")
-    run_grpo(tmp_path / "late", *flags, "--max_iters=1")
-    text = run_grpo(tmp_path / "late", *moving, "--resume=True")
-    assert "ref_model_sync_steps" in text, "it must name settings that are new"
-    run_grpo(tmp_path / "whole", *moving)
-    a, b = (checkpoint_of(tmp_path / name)["reference"] for name in ("late", "whole"))
-    assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_the_average_of_a_target_goes_on_for_that_target_alone(run_grpo, tmp_path):
-    flags = ("--tracin_target_ema=0.5", "--save_interval=1")
-    for done, target in enumerate(("reward", "reward", "advantage"), 1):
-        run_grpo(tmp_path, *flags, f"--tracin={target}", f"--max_iters={done}", "--resume=True")
-    ages = [row["tracin/target_age"] for row in read_rows(tmp_path / "metrics.jsonl")]
-    assert ages == [1, 2, 1], "the average holds gradients of the target before"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -555,14 +460,10 @@ def fresh(tiny, tmp_path, monkeypatch):
 # flag | what the refusal names
 REFUSALS = """
 --comments=nowhere.csv | nowhere.csv
---device=quantum | device
 --policy=nowhere.pt | nowhere.pt
---judge=nowhere.pt | nowhere.pt
 --judge={policy} | {policy}
---policy={judge} | {judge}
 --max_completion_length=32 | block_size
 --prompt_words=(30, 40) | prompts
---num_prompts=1000000000 | num_prompts
 --out_dir={policy}/run | out_dir
 --out_dir='a\x00b' | out_dir
 --wandb_project=x | wandb
@@ -576,19 +477,6 @@ def test_bad_settings_are_found_before_anything_is_trained(fresh, tiny, monkeypa
         flag, name = line.format(policy=tiny.policy, judge=tiny.judge).split(" | ")
         assert_refused(name, fresh, flag)
     assert snapshot(tiny.cache) == before
-
-
-def test_a_faulty_function_is_found_before_anything_is_trained(fresh, tmp_path):
-    config = tmp_path / "config.py"
-    target = "tracin = 'target'\ndef target(policy, tokenizer, batch): "
-    for text, name in (
-            ("def reward(completions): return 3", "reward"),
-            (target + "return 3.0", "target"),
-            (target + "batch.speed", "target"),
-            ("tracin = 'self'\ntracin_select = 'weigh'\ndef weigh(influence, batch): pass",
-             "weigh")):
-        config.write_text(text)
-        assert_refused(name, fresh, str(config))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -616,16 +504,11 @@ def test_evaluate_takes_functions_and_settings_of_its_own(copy, noise):
         "near temperature 0 all completions of a prompt are the likeliest one")
     assert found["perplexity"][0] == 1 and found["kl"][0] == 0, (
         "perplexity and KL are of the distribution that is sampled from")
-    lose_the_checkpoints(copy)
-    assert_refused(str(copy), evaluate.main, [str(copy), noise])
-    assert_refused("run", evaluate.main, ["--seed=1"])
 
 
 def test_looking_at_a_run_never_trains(copy, noise, tmp_path):
-    for flag in (f"--cache_dir={tmp_path}/none", "--judge_tokens=64000",
-                 "--pretrain_tokens=1000000000000"):
-        for main in (evaluate.main, explain.main):
-            assert_refused("pretrain.py", main, [str(copy), noise, flag])
+    for flag in (f"--cache_dir={tmp_path}/none", "--pretrain_tokens=1000000000000"):
+        assert_refused("pretrain.py", evaluate.main, [str(copy), noise, flag])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -650,17 +533,3 @@ def test_other_runs_start_from_the_folder_of_a_run(trained, tiny, noise, run_grp
     assert load_policy(load_settings([f"--policy={second}"]))[1].n_vocab == 300
     for judge in ("judge", "eval_judge"):
         assert_refused((judge, str(trained)), load_settings, [f"--{judge}={trained}"])
-
-
-def test_a_run_of_another_version_has_a_policy(copy):
-    content = checkpoint_of(copy)
-    rewrite_checkpoint(copy, settings=content["settings"] | {"speed": 1})
-    policy, _ = load_run(str(copy))
-    assert bits(dict(policy.state_dict())) == bits(dict(content["policy"]))
-
-
-def test_a_policy_with_a_part_that_is_not_here_is_refused(copy, monkeypatch):
-    settings = checkpoint_of(copy)["settings"]
-    rewrite_checkpoint(copy, settings=settings | {"lora_rank": 2})
-    monkeypatch.setattr(sys.modules["run.check"], "ROOT", str(copy))
-    assert_refused(("lora_rank", "extras/lora"), load_run, str(copy))
