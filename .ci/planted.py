@@ -363,7 +363,7 @@ MISTAKES = [
         ("a fall within the noise", "fall > 3 * noise", "fall > 0"),
         ("one KL is not held beside the other", 'after["kl"] > 5 * logged_kl', 'after["kl"] > 5')),
     *of("run/flags.py",
-        "test_report.py::test_a_warning_knows_what_is_right[a reward that is not the weighed score]",
+        "test_report.py::test_a_warning_knows_what_is_right[a reward that is not the weighed sum]",
         ("one that abstains has no known sum", "len(weights) > 1 and abstains", "abstains")),
     *of("run/flags.py", "test_report.py::test_each_warning_fires_in_its_case_alone",
         ("a critic's baseline is the group", 'if cfg.critic or "advantage" in cfg.functions:',

@@ -220,7 +220,7 @@ EDGES = {
         dict(beta=0.1), dict(kl=1e-4, kl_loss=-1e-3), "kl_sign"),
     "advantages of a group that do not add up to 0": (
         {}, dict(advantage_group_mean=0.01), "baseline"),
-    "a reward that is not the weighed score": (WEIGHED, SCORED | {"reward": 0.9}, "sum"),
+    "a reward that is not the weighed sum": (WEIGHED, SCORED | {"reward": 0.9}, "sum"),
     "a sync that mixes and does nothing": (
         dict(beta=0.1, ref_model_mixup_alpha=0.6), SYNCED | {"ref_distance_left": 1.0}, "sync"),
     "a target function that knows no halves": (dict(tracin="target"), INFLUENCE | {
