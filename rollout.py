@@ -508,7 +508,7 @@ def can_buffer(model, h):
     return h.device.type == "cpu" and size > LOGITS_AT_ONCE and not kept and is_plain and is_float
 
 
-def of_logits(function, model, rollout, temperature, states):
+def at_sampled_tokens(function, model, rollout, temperature, states):
     """Apply function(logits (m, V), targets (m, 1)) -> (m, 1) at the M sampled tokens of a rollout
     -> (N, T), 0 elsewhere.
 
@@ -567,7 +567,7 @@ def completion_logprobs(model, rollout, temperature=1.0, states=None):
     states = states or completion_states(model, rollout)
     h, targets, allowed, where = states
     if not can_buffer(model, h):
-        return of_logits(LogProb.apply, model, rollout, temperature, states)
+        return at_sampled_tokens(LogProb.apply, model, rollout, temperature, states)
     head = model.lm_head
     found = BufferedLogProb.apply(h, head.weight, head.bias, targets, allowed, temperature)
     return found.new_zeros(rollout.logp.shape).index_put(where, found)
@@ -581,4 +581,4 @@ def completion_entropies(model, rollout, temperature=1.0, states=None):
         finite = logp.masked_fill(logp == -math.inf, 0)
         return -(logp.exp() * finite).sum(-1, keepdim=True)     # 0 * -inf counts as 0
 
-    return of_logits(entropies, model, rollout, temperature, states)
+    return at_sampled_tokens(entropies, model, rollout, temperature, states)

@@ -160,7 +160,7 @@ def influence_memory(cfg, dtype):
     # a token's inputs and gradients of outputs: 16 C in a block, V + C of the head, 2 C embeddings
     token = size * (16 * width + cfg.vocab_size + cfg.n_embd) + 8 * cfg.n_embd
     tape = rows * cfg.max_completion_length * token
-    # a micro-batch's activations, and its logits three times (see rollout.of_logits)
+    # a micro-batch's activations, and its logits three times (see rollout.at_sampled_tokens)
     tokens = min(rows, cfg.micro_batch_size) * cfg.max_completion_length
     activations = 22 * size * width * tokens
     logits = 3 * 4 * min(2 ** 27, tokens * cfg.vocab_size)

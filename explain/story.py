@@ -19,7 +19,7 @@ from explain.account import account, flat, replay, smoothness, walk_back
 from explain.page import show
 from explain.target import Function, HeldOut, Sentences, follow
 from explain.words import pieces_of
-from rollout import concatenate, empty_rollout, of_logits, truncate
+from rollout import at_sampled_tokens, concatenate, empty_rollout, truncate
 from run.checkpoint import (
     changed_settings, checkpoints, iterations_of, load_checkpoint, newest_checkpoint,
     read_checkpoint)
@@ -200,7 +200,7 @@ def read_sentence(setup, cfg, row):
         return truncate(logits, cfg.top_k, cfg.top_p, cfg.min_p).gather(1, targets)
 
     with torch.no_grad():       # before training
-        logits = of_logits(truncated, setup.policy, sentence, cfg.temperature, None)
+        logits = at_sampled_tokens(truncated, setup.policy, sentence, cfg.temperature, None)
     if logits.min() == -math.inf:
         raise BadInput(f"completion {shown(completion)}: before training the run cannot draw one "
                        f"of its tokens, by top_k = {cfg.top_k}, top_p = {cfg.top_p}, min_p = "

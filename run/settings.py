@@ -223,7 +223,7 @@ class Settings:
         """Whether the loss has a part that influence does not score."""
         return bool(self.kl_in_loss or self.entropy_coef or self.critic)
 
-    def of_target(self):
+    def for_target(self):
         """These settings for held-out rollouts, which may have a reward of their own."""
         if self.tracin_val_reward is None:
             return self
