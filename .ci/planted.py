@@ -168,7 +168,7 @@ MISTAKES = [
     *of("grpo.py", "test_loss.py::test_the_loss_against_plain_python",
         ("KL corrected by the row's ratio", "corrected = kl * token_ratio",
          "corrected = kl * ratio")),
-    *of("grpo.py", "test_loss.py::test_the_mean_over_what_the_sampler_writes_is_the_kl",
+    *of("grpo.py", "test_loss.py::test_the_kl_is_the_kl_over_all_completions_of_a_table",
         ("KL logged as of the sampler", "loss.kl_by_token = corrected.detach()",
          "loss.kl_by_token = kl.detach()")),
     *of("grpo.py", "test_loss.py::test_no_log_ratio_overflows",

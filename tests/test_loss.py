@@ -275,23 +275,54 @@ def test_no_log_ratio_overflows(loss_type, level):
 # ------------------------------------------------------------------------------------------------
 # the KL
 
-@pytest.mark.parametrize("estimator", ("k1", "k3"))
-def test_the_mean_over_what_the_sampler_writes_is_the_kl(estimator):
-    """Value and gradient in the loss, with the correction, and the value in the log: of all five
-    tokens that a policy may write, after it has moved away from the sampler."""
+def completions_by_table(table):
+    """Every completion of two tokens by a policy by table (4, 3): row 0 has the logits of the first
+    token, row 1 + i those behind token i -> log-probs (9, 2)."""
+    logp = table.log_softmax(1)
+    return torch.stack([torch.stack([logp[0, i], logp[1 + i, j]])
+                        for i in range(3) for j in range(3)])
+
+
+def kl_by_table(table, ref, old):
+    """The KL of the policy to the reference, (), over the prefixes that the sampler wrote."""
+    logp = table.log_softmax(1)
+    by_prefix = (logp.exp() * (logp - ref.log_softmax(1))).sum(1)               # (4,)
+    reached = torch.cat([torch.ones(1, dtype=torch.float64), old.softmax(1)[0]])
+    return (reached * by_prefix).sum()
+
+
+def mean_over_completions(tables, **knobs):
+    """Means over what the sampler writes, of the KL in the loss (with gradient) and in the log."""
+    logp, old_logp, ref_logp = map(completions_by_table, tables)
+    on = torch.ones(1, 2, dtype=torch.bool)
+    in_loss = in_log = 0.0
+    for i, weight in enumerate(old_logp.sum(1).exp()):
+        loss = loss_of_rows(logp[[i]], old_logp[[i]], torch.zeros(1), on, ref_logp[[i]],
+                            num_tokens=1, beta=1.0, **knobs)
+        in_loss = in_loss + weight * loss.kl
+        in_log += weight * loss.kl_by_token.sum()
+    return in_loss, in_log
+
+
+@pytest.mark.parametrize("moved", (0.0, 0.7))
+@every_level
+def test_the_kl_is_the_kl_over_all_completions_of_a_table(level, moved):
+    """With its correction k1 and k3 have the value and the gradient of the KL, after a step too.
+    Without it k1 and k3 have the value on fresh rollouts, and k2 the gradient. What is logged is
+    the KL with either."""
     g = generator_of(8)
-    old, ref, step = torch.randn(3, 5, generator=g, dtype=torch.float64).log_softmax(1)
-    logits = (old + step).requires_grad_()
-    right = (logits.softmax(0) * (logits.log_softmax(0) - ref)).sum()
-    logp = logits.log_softmax(0)
-    found = logged = 0.0
-    for i, weight in enumerate(old.exp()):
-        one = [x[i].view(1, 1) for x in (logp, old, ref)]
-        loss = loss_of_rows(one[0], one[1], torch.zeros(1), one[0] < 1, one[2], beta=1.0,
-                            kl_estimator=estimator, use_bias_correction_kl=True)
-        found = found + weight * loss.kl
-        logged += weight * loss.kl_by_token.sum()
-    assert_near(found.detach(), right.detach(), 1e-9, "the KL in the loss")
-    assert_near(logged.detach(), right.detach(), 1e-9, "the KL in the log")
-    slope = gradient(right, [logits])
-    assert_near(gradient(found, [logits]), slope, 1e-9, "the gradient of the KL in the loss")
+    old, ref, step = torch.randn(3, 4, 3, generator=g, dtype=torch.float64)
+    table = (old + moved * step).requires_grad_()
+    right = kl_by_table(table, ref, old)
+    slope = gradient(right, [table])
+    for estimator, corrected in (("k1", True), ("k3", True), ("k1", False), ("k2", False),
+                                 ("k3", False)):
+        knobs = dict(kl_estimator=estimator, use_bias_correction_kl=corrected,
+                     importance_sampling_level=level)
+        found, logged = mean_over_completions((table, old, ref), **knobs)
+        if estimator != "k2":
+            assert_near(logged.detach(), right.detach(), 1e-9)
+        if corrected or not moved and estimator != "k2":
+            assert_near(found.detach(), right.detach(), 1e-9)
+        if corrected or not moved and estimator == "k2":
+            assert_near(gradient(found, [table]), slope, 1e-9)
