@@ -358,7 +358,7 @@ def cards_of(story, setup, cfg, states, directions, by_effect):
 
 ABOUT = ("Which of the rollouts that it was trained on made this number rise or fall? A rollout's "
          "share is what it gave of the change. Shares add up; single ones may be large and cancel.")
-TINT = "part in that"
+TINT = "part"
 
 
 def say_smooth(smooth, bound, is_sampled):
