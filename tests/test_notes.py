@@ -51,18 +51,16 @@ LINES = ("iter 1/2: ", "[Micro 0] 1.", "[Micro 0] 2.", "[Micro 0] 3.", "[Micro 0
          "reference synced")
 # note: settings that it asks for
 SETTINGS = {
-    "000, positive influence": "tracin_select=positive tracin=self",
-    "000, the size of the target": "tracin_val_size=64 tracin_val_prompts=16 tracin=reward",
-    "000, the most toxic": "tracin_val_select=worst tracin_val_prompts=2",
-    "000, the least toxic": "tracin_val_select=best tracin_val_prompts=2",
-    "000, both": "tracin_val_select=balanced tracin_val_prompts=2",
-    "000, any": "tracin_val_select=random",
-    "000, beside plain GRPO": "tracin_select=all tracin=reward",
-    "001, its targets": "tracin=advantage tracin_val_prompts=0",
-    "001, contrast": "tracin=contrastive",
+    "000, its target": """
+        tracin=reward tracin_select=positive tracin_val_prompts=16 tracin_val_size=64
+        tracin_val_select=worst""",
+    "000, other targets": "tracin=self tracin_val_prompts=2 tracin_val_select=balanced",
+    "000, beside plain GRPO": "tracin=reward tracin_select=all",
+    "001": "tracin=contrastive tracin_val_prompts=0",
     "002": "compile=False num_prompts=1 micro_batch_size=4",
-    "003": "eval_temperature=0.8 top_p=0.9 temperature=0.5 scale_rewards=batch loss_type=dr_grpo",
-    "003, the KL as a difference": "kl_estimator=k1 beta=0.1",
+    "003": """
+        eval_temperature=0.8 top_p=0.9 temperature=0.5 scale_rewards=batch loss_type=dr_grpo
+        kl_estimator=k1 beta=0.1""",
     "004": "ref_model_sync_steps=100 beta=0.1 gae_gamma=0.99 gae_lambda=0.95"}
 
 

@@ -140,20 +140,6 @@ def test_metrics_and_samples_are_of_all_that_was_sampled(knobs):
     assert rollout_toxicity(batch, setup) == {}, "that is the judge of the reward"
 
 
-def test_dropped_groups_are_marked_in_the_samples():
-    setup, cfg = setup_and_cfg(zero_std_groups="drop")
-    rows = sample_rows(0, grpo.collect_iteration(setup, 0, cfg), cfg)
-    assert {row["prompt"] in DULL for row in rows} == {True, False}
-    assert all(row["learned"] != (row["prompt"] in DULL) for row in rows)
-
-
-def test_a_target_of_held_out_prompts_is_not_resampled():
-    setup, cfg = setup_and_cfg(tracin="reward", tracin_val_prompts=4)
-    held_out = grpo.collect_held_out(setup, 0, cfg)
-    prompts = draw_prompts(setup.val_prompts, 0, 4, cfg.seed)
-    assert held_out.batch.prompts[::G] == prompts and len(held_out.batch.rounds) == 1
-
-
 RULE = """
 judge = eval_judge = None
 zero_std_groups = "resample"
