@@ -252,7 +252,8 @@ def parameters(named):
 
 SELF = dict(tracin="self", tracin_select="weigh")
 WRONG = [       # a function, and what the line names
-    ("choose", lambda n: [0] * (n - 1), "num_prompts"), ("choose", lambda n: [4] * n, "num_prompts"),
+    ("choose", lambda n: [0] * (n - 1), "num_prompts"),
+    ("choose", lambda n: [4] * n, "num_prompts"),
     ("choose", lambda n: None, "choose"), ("choose", lambda n: ["a"] * n, "choose"),
     ("choose", lambda speed: [0], "speed"),
     ("weigh", lambda influence, tape: influence, "tape"),

@@ -16,10 +16,10 @@ import grpo
 import tape
 from data.tokenizer import load_tokenizer
 from explain.page import page, visible
-from explain.sentences import own_units, sentences_of
+from explain.sentences import likeness, own_units, sentences_of
 from explain.words import Piece, pieces_of
 from run.checkpoint import newest_checkpoint
-from worlds import command, printed, read_rows, refusal, seed_of, skip_without
+from worlds import assert_refused, command, printed, read_rows, seed_of, skip_without
 
 explain = importlib.import_module("explain.next_iteration")
 script = importlib.import_module("explain.__main__")
@@ -131,17 +131,20 @@ def test_words_add_up_and_a_wrong_tape_is_seen(run, monkeypatch):
     assert "CONTRADICTS" in explain.check(scored)
 
 
+def contents(folder):
+    return {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
+
+
 def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     folder = run("self")
-    before = {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
+    before = contents(folder)
     text = printed(script.main, [folder, text_of(folder), "--next_iteration"])
-    after = {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
+    after = contents(folder)
     shown = after.pop("influence.html").decode()
     before.pop("influence.html", None)
     assert before == after
-    assert "about 64 rollouts that the run" in text and "target 'self'" in text
-    assert "nan" not in text
-    assert "Iteration 5: the tape agrees with" in text and ", iteration 5, " in shown
+    assert "'self'" in text and "nan" not in text
+    assert "agrees with" in text, "no plain backward was made"
     z = own_units(sampled(folder)[0])
     listed = min(5, int((z > 0).sum())) + min(5, int((z < 0).sum()))
     assert text.count(", iteration 5, ") == shown.count("<article>") == listed
@@ -149,7 +152,7 @@ def test_it_prints_and_writes_a_page_and_changes_nothing_else(run, tmp_path):
     (tmp_path / "mine.py").write_text(RULE + TARGET)
     text = printed(script.main, [run("off"), str(tmp_path / "mine.py"), "--tracin=target",
                                  "--next_iteration"])
-    assert "target 'target'" in text and "agrees with" in text
+    assert "'target'" in text and "agrees with" in text
 
 
 @pytest.mark.parametrize("flag, target, iteration", [
@@ -158,16 +161,16 @@ def test_rollouts_that_the_run_keeps_are_not_called_dropped(run, flag, target, i
     """A run drops none by a target that is not its own."""
     folder = run("off")
     text = command("tracin.py", folder, text_of(folder), "--next_iteration", flag)
-    assert "16 rollouts of an iteration that the run has not done" in text
-    assert f"target '{target}'" in text
-    assert f"Iteration {iteration}: the tape agrees with" in text
+    assert f"'{target}'" in text and f"Iteration {iteration}:" in text
     page_text = open(os.path.join(folder, "influence.html"), encoding="utf-8").read()
     assert "dropped" not in text + page_text
     assert "weight" not in text, "a rollout has another weight than the run gives it"
 
 
-def test_refusals():
-    assert "usage" in refusal(script.main, [])
+def test_what_cannot_be_started_is_one_line(monkeypatch):
+    assert_refused("usage", script.main, [])
+    monkeypatch.setattr(script, "rank_and_size", lambda: (0, 2))
+    assert_refused("torchrun", script.main, ["out/run"])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -187,57 +190,56 @@ def test_tokens_that_share_a_character_are_one_piece():
     assert sum(piece.influence for piece in found) == sum(range(1, n + 1))
 
 
-def test_sentences_say_what_was_planted():
-    generator = torch.Generator().manual_seed(seed_of(0))
-    noise = torch.randn(2, 300, generator=generator).tolist()
-    planted = [dict(iteration=i // 100, completion="e" * (5 + i % 7), reward=a, advantage=b,
-                    influence=math.exp(a) - 0.5, weight=float(a > 0))
-               for i, (a, b) in enumerate(zip(*noise))]
+def noise(n, count=300):
+    return torch.randn(n, count, generator=torch.Generator().manual_seed(seed_of(0))).tolist()
+
+
+INFLUENCES = {      # of a row, and the sign of its rank correlation with that
+    "reward": (lambda row: math.exp(row["reward"]), 1),
+    "advantage": (lambda row: row["advantage"], 1),
+    "|advantage|": (lambda row: abs(row["advantage"]), 1),
+    "length": (lambda row: -len(row["completion"]), -1),
+    "own part": (lambda row: row["own_part"], 1)}
+
+
+@pytest.mark.parametrize("name", INFLUENCES)
+def test_what_influence_follows_is_named(name):
+    """By ranks within an iteration; iterations may differ in all else."""
+    influence, sign = INFLUENCES[name]
+    rows = [dict(iteration=i // 100, completion="e" * (5 + i % 7), reward=a, advantage=b,
+                 weight=1.0, own_part=c) for i, (a, b, c) in enumerate(zip(*noise(3)))]
+    for row in rows:
+        row["influence"] = influence(row)
+    found = likeness(rows, own_units(rows), list)
+    assert found[name] == pytest.approx(sign, abs=.1)
+    assert all(abs(r) < .3 for other, r in found.items() if other != name)
+    text = sentences_of(rows, [], list)[-1]
+    assert f"{name}: " in text and ("rises" if sign > 0 else "falls") in text
+    alike = [row | dict(reward=1.0) for row in rows]
+    assert "reward" not in likeness(alike, own_units(alike), list), "all rewards are equal"
+
+
+def test_sentences_have_the_numbers_of_what_was_planted():
+    influence = [9.0] * 2 + [1.0] * 8 + [-1.0] * 10
+    rows = [dict(iteration=0, completion="e", reward=a, advantage=b, influence=x,
+                 weight=float(x > 0)) for a, b, x in zip(*noise(2, 20), influence)]
     metrics = [{"tracin/target_cosine": x, "tracin/self_share": 0.9}
-               for x in (0.02, None, -0.01, math.nan)]
-    shares, target, itself, difference, likeness = sentences_of(planted, metrics, list)
-    assert "tenth of 300" in shares and "dropped have" in shares
-    kept = [row | {"weight": 1.0} for row in planted]
-    assert "dropped" not in sentences_of(kept, metrics, list)[0]
-    assert "mostly noise" in target and "0.01" in target
-    assert "hardly more than reward: it rises" in likeness and "90%" in itself
-    assert "mostly signal" in sentences_of(planted, [{"tracin/target_cosine": 0.8}], list)[1]
-    alike = [row | dict(reward=1.0) for row in planted]
-    assert "with reward" not in sentences_of(alike, [], list)[-1], "all rewards are equal"
-    turned = [row | dict(reward=-row["reward"]) for row in planted]
-    assert "hardly more than reward: it falls" in sentences_of(turned, [], list)[-1]
-    unlike = [row | dict(reward=row["advantage"]) for row in planted]
-    assert "follows none" in sentences_of(unlike, [], list)[-1]
-    assert "a higher reward by" in difference
-    unknown = [row | dict(reward=math.nan) for row in planted[:50]] + planted[50:]
+               for x in (0.5, None, 0.25, math.nan)]
+    shares, target, itself, *_ = sentences_of(rows, metrics, list)
+    assert "50%" in shares and "28%" in shares, "18 and 10 of 36"
+    assert "0.38" in target and "90%" in itself
+    unknown = [row | dict(reward=math.nan) for row in rows[:5]] + rows[5:]
     assert "nan" not in " ".join(sentences_of(unknown, metrics, list))
     silent = [{"tracin/target_cosine": math.nan, "tracin/self_share": math.nan}]
-    assert len(sentences_of(planted, silent, list)) == 3, "a sentence about a number that is NaN"
-
-
-@pytest.mark.parametrize("name, influence", [
-    ("|advantage|", lambda row: abs(row["advantage"])),
-    ("length", lambda row: -len(row["completion"])),
-    ("own part", lambda row: row["own_part"])])
-def test_what_influence_follows_is_named_with_its_sign(name, influence):
-    noise = torch.randn(4, 300, generator=torch.Generator().manual_seed(seed_of(0))).tolist()
-    rows = [dict(iteration=0, completion="e" * (5 + i % 7), reward=a, advantage=b, weight=1.0,
-                 own_part=c) for i, (a, b, c, _) in enumerate(zip(*noise))]
-    for row, more in zip(rows, noise[3]):
-        row["influence"] = influence(row)
-        row["noisy"] = influence(row) + 1.0 * more * (1 + 2 * (name == "length"))
-    way = "falls" if name == "length" else "rises"
-    assert f"hardly more than {name}: it {way}" in sentences_of(rows, [], list)[-1]
-    part = [row | dict(influence=row["noisy"]) for row in rows]
-    assert f"follows {name} in part: it {way}" in sentences_of(part, [], list)[-1]
+    assert len(sentences_of(rows, silent, list)) == 3, "a sentence about a number that is NaN"
 
 
 def test_the_helpful_are_compared_within_their_iteration():
     rows = [dict(iteration=it, reward=r, advantage=0.0, influence=x, weight=1.0, completion="e" * n)
             for it, r, x, n in ((0, 1, .1, 2), (0, 0, -.2, 4), (1, 11, 3, 1), (1, 9, -9, 3))]
     found, = (text for text in sentences_of(rows, [], list) if "the helpful" in text)
-    assert "a higher reward by 1.5," in found       # 1 - 0 and 11 - 9, not 6 - 4.5 of all
-    assert "a lower length in tokens by 2" in found
+    assert "reward by 1.5," in found        # 1 - 0 and 11 - 9, not 6 - 4.5 of all
+    assert "length in tokens by 2" in found
     rows = [row | {"influence": 1.0} for row in rows]
     assert not [text for text in sentences_of(rows, [], list) if "the helpful" in text]
 
@@ -296,9 +298,3 @@ def test_what_a_tooltip_says_is_on_the_page_too():
     text = html.unescape(re.sub("<style.*?</style>|<.*?>", " ", page("a", "b", [], {
         "Most harmful": [("facts", "prompt", pieces)]}), flags=re.DOTALL))
     assert "bad -0.38, [end] +0.25, fine +0.12" in text
-    assert "full tint" in text
-
-
-def test_one_process_explains_a_run(monkeypatch):
-    monkeypatch.setattr(script, "rank_and_size", lambda: (0, 2))
-    assert "without torchrun" in refusal(script.main, ["out/run"])

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import grpo
@@ -13,89 +12,67 @@ from data.tokenizer import end_tokens, load_tokenizer
 from data.weights import load_gpt, merged_weights
 from run.policy import load_policy
 from run.settings import load_settings
-from worlds import assert_near, assert_refused, printed, read_rows, refusal, skip_without, with_lora
+from worlds import (
+    assert_near, assert_refused, printed, random_gpt, read_rows, refusal,
+    skip_without, with_lora)
 
 V = 50304       # nanoGPT pads GPT-2's 50,257 to a multiple of 64
 
 
-class Norm(nn.Module):
-    def __init__(self, C, bias):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(C))
-        self.bias = nn.Parameter(torch.zeros(C)) if bias else None
-
-    def forward(self, x):
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+ARGS = dict(n_layer=2, n_head=2, n_embd=8, block_size=40, dropout=0.1)    # nanoGPT's GPTConfig
 
 
-class Attention(nn.Module):
-    def __init__(self, C, n_head, bias):
-        super().__init__()
-        self.n_head = n_head
-        self.c_attn = nn.Linear(C, 3 * C, bias=bias)
-        self.c_proj = nn.Linear(C, C, bias=bias)
-
-    def forward(self, x):
-        B, T, C = x.shape
-        q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2)
-                   for y in self.c_attn(x).split(C, dim=2))
-        att = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))
-        att = att.masked_fill(torch.tril(torch.ones(T, T)) == 0, -math.inf).softmax(-1)
-        return self.c_proj((att @ v).transpose(1, 2).reshape(B, T, C))
-
-
-class Block(nn.Module):
-    def __init__(self, C, n_head, bias):
-        super().__init__()
-        self.ln_1 = Norm(C, bias)
-        self.attn = Attention(C, n_head, bias)
-        self.ln_2 = Norm(C, bias)
-        self.mlp = nn.ModuleDict(dict(c_fc=nn.Linear(C, 4 * C, bias=bias),
-                                      c_proj=nn.Linear(4 * C, C, bias=bias)))
-
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp.c_proj(F.gelu(self.mlp.c_fc(self.ln_2(x))))
+def random_weights(vocab_size, bias):
+    """Weights by nanoGPT's names, none of which is 0 or 1."""
+    C = ARGS["n_embd"]
+    shapes = {"wte": (vocab_size, C), "wpe": (ARGS["block_size"], C), "ln_f": (C,)}
+    for i in range(ARGS["n_layer"]):
+        shapes |= {f"h.{i}.ln_1": (C,), f"h.{i}.ln_2": (C,), f"h.{i}.attn.c_attn": (3 * C, C),
+                   f"h.{i}.attn.c_proj": (C, C), f"h.{i}.mlp.c_fc": (4 * C, C),
+                   f"h.{i}.mlp.c_proj": (C, 4 * C)}
+    w = {f"transformer.{name}.weight": 0.5 * torch.randn(shape) for name, shape in shapes.items()}
+    w["lm_head.weight"] = w["transformer.wte.weight"]
+    if bias:
+        w |= {f"transformer.{name}.bias": 0.5 * torch.randn(shape[0])
+              for name, shape in shapes.items() if name not in ("wte", "wpe")}
+    return w
 
 
-class NanoGPT(nn.Module):
-    def __init__(self, n_layer, n_head, n_embd, block_size, bias, vocab_size, dropout=0.0):
-        super().__init__()
-        self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(vocab_size, n_embd), wpe=nn.Embedding(block_size, n_embd),
-            h=nn.ModuleList(Block(n_embd, n_head, bias) for _ in range(n_layer)),
-            ln_f=Norm(n_embd, bias)))
-        self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight
+def by_hand(w, idx):
+    """Logits (B, T, V) as nanoGPT's model.py computes them."""
+    B, T = idx.shape
 
-    @torch.no_grad()
-    def forward(self, idx):
-        x = self.transformer.wte(idx) + self.transformer.wpe.weight[:idx.shape[1]]
-        for block in self.transformer.h:
-            x = block(x)
-        return self.lm_head(self.transformer.ln_f(x))
+    def linear(x, name):
+        return F.linear(x, w[f"transformer.{name}.weight"], w.get(f"transformer.{name}.bias"))
 
+    def norm(x, name):
+        return F.layer_norm(x, x.shape[-1:], w[f"transformer.{name}.weight"],
+                            w.get(f"transformer.{name}.bias"), 1e-5)
 
-def nanogpt(vocab_size=V, bias=False):
-    """A random model whose every weight matters, and its model_args."""
-    torch.manual_seed(0)
-    args = dict(n_layer=2, n_head=2, n_embd=8, block_size=40, bias=bias, vocab_size=vocab_size,
-                dropout=0.1)
-    model = NanoGPT(**args)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(std=0.5)
-    return model, args
+    x = w["transformer.wte.weight"][idx] + w["transformer.wpe.weight"][:T]
+    for i in range(ARGS["n_layer"]):
+        heads = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn").chunk(3, -1)
+        q, k, v = (y.view(B, T, ARGS["n_head"], -1).transpose(1, 2) for y in heads)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))
+        scores = scores.masked_fill(torch.tril(torch.ones(T, T)) == 0, -math.inf)
+        y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+        x = x + linear(y, f"h.{i}.attn.c_proj")
+        hidden = F.gelu(linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc"))
+        x = x + linear(hidden, f"h.{i}.mlp.c_proj")
+    return norm(x, "ln_f") @ w["lm_head.weight"].T
 
 
-def write(path, prefix="", extra=None, **how):
-    """A checkpoint as nanoGPT's train.py writes it -> (the model, its path)."""
-    model, args = nanogpt(**how)
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = {prefix + name: x for name, x in model.state_dict().items()} | (extra or {})
-    torch.save(dict(model=state, optimizer=optimizer.state_dict(), model_args=args, iter_num=2000,
-                    best_val_loss=torch.tensor(1.5), config=dict(dataset="openwebtext")), path)
-    return model, str(path)
+def write(path, prefix="", vocab_size=V, bias=False):
+    """A checkpoint as nanoGPT's train.py writes it, and its older versions with their masks -> (its
+    weights, its path)."""
+    w = random_weights(vocab_size, bias)
+    state = {prefix + name: x for name, x in w.items()}
+    if bias:
+        state |= {f"{prefix}transformer.h.{i}.attn.bias": torch.ones(1, 1, 40, 40) for i in (0, 1)}
+    torch.save(dict(model=state, model_args=ARGS | dict(bias=bias, vocab_size=vocab_size),
+                    optimizer=dict(state={}), iter_num=2000, best_val_loss=torch.tensor(1.5),
+                    config=dict(dataset="openwebtext")), path)
+    return w, str(path)
 
 
 def logits(policy, idx):
@@ -103,15 +80,14 @@ def logits(policy, idx):
         return policy.lm_head(policy(idx))
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "module._orig_mod."])
+@pytest.mark.parametrize("prefix, bias", [
+    ("", True), ("_orig_mod.", False), ("module.", True), ("module._orig_mod.", False)])
 def test_nanogpts_checkpoint_is_the_policy_that_nanogpt_computes(prefix, bias, tmp_path):
-    masks = {f"{prefix}transformer.h.{i}.attn.bias": torch.ones(1, 1, 40, 40) for i in (0, 1)}
-    theirs, path = write(tmp_path / "ckpt.pt", prefix, masks if bias else None, bias=bias)
+    theirs, path = write(tmp_path / "ckpt.pt", prefix, bias=bias)
     cfg = load_settings([f"--policy={path}"])
     policy, tokenizer = load_policy(cfg)
     idx = torch.randint(V, (2, 30))
-    assert_near(logits(policy, idx), theirs(idx), 1e-4)
+    assert_near(logits(policy, idx), by_hand(theirs, idx), 1e-4)
     assert (cfg.vocab_size, cfg.block_size, cfg.n_layer) == (V, 40, 2)
     assert end_tokens(tokenizer) == (50256,), "the end of a text is GPT-2's, not the padding's last"
     assert tokenizer.encode_ordinary("I'm here") == load_tokenizer().encode_ordinary("I'm here")
@@ -135,9 +111,9 @@ def test_a_run_from_nanogpts_checkpoint_trains_it_and_its_policy_goes_out_again(
     from extras.hub.export import save_nanogpt
     save_nanogpt(f"{tmp_path}/out.pt", policy)
     content = torch.load(f"{tmp_path}/out.pt", weights_only=True)
-    again = NanoGPT(**content["model_args"])
-    again.load_state_dict(content["model"])
-    assert_near(again(idx), logits(policy, idx), 1e-4)
+    assert content["model_args"].keys() == {*ARGS, "bias", "vocab_size"}
+    assert content["model"].keys() == random_weights(300, bias=False).keys()
+    assert_near(by_hand(content["model"], idx), logits(policy, idx), 1e-4)
     assert_near(logits(load_gpt(f"{tmp_path}/out.pt"), idx), logits(policy, idx), 1e-6)
 
 
@@ -151,7 +127,7 @@ def test_nanogpts_policy_leaves_as_a_published_gpt2(bias, tmp_path):
     export(policy, f"{tmp_path}/out", tokenizer)
     found, names = load(f"{tmp_path}/out")
     idx = torch.randint(V, (2, 30))
-    assert_near(logits(found, idx), theirs(idx), 1e-4)
+    assert_near(logits(found, idx), by_hand(theirs, idx), 1e-4)
     assert names.encode_ordinary("I'm here") == tokenizer.encode_ordinary("I'm here")
     assert names.end_tokens == (50256,)
 
@@ -180,7 +156,7 @@ def test_a_model_of_other_tokens_is_refused_or_noted(tmp_path):
     lambda c: c.update(model=3), lambda c: c["model_args"].update(n_layer=10 ** 9),
     lambda c: c["model"].update({"transformer.new.weight": torch.zeros(1)})])
 def test_a_damaged_checkpoint_of_nanogpt_is_one_line(damage, tmp_path):
-    _, path = write(tmp_path / "ckpt.pt")
+    _, path = write(tmp_path / "ckpt.pt", vocab_size=300)
     content = torch.load(path, weights_only=True)
     damage(content)
     torch.save(content, path)
@@ -189,7 +165,6 @@ def test_a_damaged_checkpoint_of_nanogpt_is_one_line(damage, tmp_path):
 
 def test_adapters_are_merged_into_the_weights():
     skip_without("lora")
-    from worlds import random_gpt
     policy = with_lora(random_gpt())
     plain = random_gpt()
     plain.load_state_dict(merged_weights(policy), strict=False)
