@@ -225,7 +225,7 @@ def check_shares(world, found, slopes):
         assert dropped.any() and not shares[dropped].any(), "a dropped rollout has a share"
 
 
-@pytest.mark.parametrize("kind", ["mini-batches and passes", "environment", "bnpo", "lora"])
+@pytest.mark.parametrize("kind", ["mini-batches and passes", "environment", "lora"])
 def test_words_of_a_rollout_add_up(kind, tmp_path):
     """To its share, and to its effect."""
     world = run_of(KINDS[kind], tmp_path)
@@ -249,7 +249,7 @@ def straight_error(kind, tmp_path, rate, parts=1):
     return float((found.together - course.change).norm() / found.shares.abs().sum((1, 2)).norm())
 
 
-@pytest.mark.parametrize("kind", ["plain", "mini-batches and passes", "lora", "environment"])
+@pytest.mark.parametrize("kind", ["mini-batches and passes", "environment"])
 def test_small_steps_are_a_straight_line(kind, tmp_path):
     """The sum is the true change but for the curve within a step, which falls with its square."""
     error = straight_error(kind, tmp_path, 2e-5)
@@ -317,27 +317,6 @@ def test_smoothness_is_that_of_three_trainings(tmp_path):
     by_hand = float((agree * weights).sum() / weights.sum())
     assert abs(smoothness(*world[:4], seed=7) - by_hand) < 1e-6
     assert by_hand < 1
-
-
-@pytest.mark.parametrize("since", [0, 1])
-def test_a_layer_that_is_never_used_changes_nothing(since, tmp_path):
-    """It has no gradient, so AdamW counts no steps for it."""
-    found = []
-    for unused in (False, True):
-        world = run_of({}, tmp_path, 2)
-        setup, cfg, _, _, sentence = world
-        vector_to_parameters(world[2][0][0].clone(), setup.trained)
-        if unused:
-            setup.policy.unused = torch.nn.Linear(2, 2).double()
-            setup.trained.insert(0, setup.policy.unused.weight)
-        setup.policy.requires_grad_(True)
-        setup.optimizer = torch.optim.AdamW(setup.trained, lr=0.02, eps=1e-2, weight_decay=0.0)
-        states, taken = replay(setup, cfg, 0, since, 2, str(tmp_path))
-        world = setup, cfg, states, taken, None
-        _, account_ = account_of(world, sentence, tmp_path, damping=0.0)
-        found.append((account_.shares, account_.effects, account_.rest["momentum"]))
-    for x, y in zip(*found):
-        assert (x - y).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("make, says", [

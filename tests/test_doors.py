@@ -13,7 +13,7 @@ import grpo
 from common.files import ROOT
 from common.script import asked_for
 from grpo import collect, collect_iteration, group_advantages, prepare, try_functions, update
-from run.optimizer import load_state, make_optimizer
+from run.optimizer import make_optimizer
 from run.settings import load_settings
 from worlds import (
     WORD_PROMPTS, WORDS, assert_near, assert_refused, gradient, inputs_of, letters, read_rows,
@@ -120,14 +120,6 @@ def test_groups_of_a_prompt_come_oldest_first_also_by_resample():
     assert [max(group) for group in setup.seen[0]] == [1.0] * 4 + [2.0] * 4
 
 
-def test_all_processes_take_the_prompts_that_rank_0_has_chosen(monkeypatch):
-    monkeypatch.setattr("data.prompts.all_gather", lambda mine: [[3, 2, 1, 0], *mine])
-    cfg = with_function("choose", lambda n: [0, 1, 2, 3])
-    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
-    found = [prompt.text for prompt in grpo.prompts_of(setup, 0, cfg)]
-    assert found == [prompt.text for prompt in WORD_PROMPTS[::-1]], "each process has its own"
-
-
 def test_the_examples_of_curricula():
     """The first prefers groups that differ, the second takes what is neither solved nor hopeless,
     the third takes each prompt as often as the others."""
@@ -209,22 +201,6 @@ def test_several_optimizers_step_as_one():
     update(setup, collect(setup, WORD_PROMPTS, cfg, 1), None, cfg, 3)
     moved = [not torch.equal(p, b) for p, b in zip(setup.trained, before)]
     assert all(moved), "one of the optimizers took no step"
-
-
-@pytest.mark.parametrize("make", [
-    lambda named, rate: torch.optim.AdamW([p for _, p in named], rate, amsgrad=True),
-    lambda named, rate: torch.optim.SGD([p for _, p in named], rate, momentum=.9),
-    lambda named, rate: torch.optim.RMSprop([p for _, p in named], rate)])
-def test_the_moments_of_any_optimizer_come_back(make):
-    cfg = with_function("optimizer", make)
-    setup = prepared(cfg)
-    update(setup, collect(setup, WORD_PROMPTS, cfg, 1), None, cfg, 3)
-    other = prepared(cfg)
-    load_state(other.optimizer, setup.optimizer.state_dict())
-    for p, q in zip(setup.trained, other.trained, strict=True):
-        assert other.optimizer.state[q].keys() == setup.optimizer.state[p].keys()
-        for name, x in setup.optimizer.state[p].items():
-            assert torch.equal(torch.as_tensor(x), torch.as_tensor(other.optimizer.state[q][name]))
 
 
 def test_the_eps_of_adamw_is_a_setting():

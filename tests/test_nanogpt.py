@@ -153,8 +153,8 @@ def test_a_model_of_other_tokens_is_refused_or_noted(tmp_path):
 
 @pytest.mark.parametrize("damage", [
     lambda c: c["model_args"].pop("n_head"), lambda c: c["model"].pop("transformer.wpe.weight"),
-    lambda c: c.update(model=3), lambda c: c["model_args"].update(n_layer=10 ** 9),
-    lambda c: c["model"].update({"transformer.new.weight": torch.zeros(1)})])
+    lambda c: c["model"].update({"transformer.new.weight": torch.zeros(1)}),
+    lambda c: c["model_args"].update(n_layer=10 ** 9)])
 def test_a_damaged_checkpoint_of_nanogpt_is_one_line(damage, tmp_path):
     _, path = write(tmp_path / "ckpt.pt", vocab_size=300)
     content = torch.load(path, weights_only=True)

@@ -1,11 +1,9 @@
 """The bench: an iteration is grpo's, variants take turns, parts that fail on a card are named, and
 what is typed wrong is refused."""
-import importlib.util
 import itertools
 import json
 import math
 import re
-import sys
 
 import pytest
 import torch
@@ -15,9 +13,9 @@ import extras.bench.__main__ as bench
 import grpo
 import tracin
 from common.files import ROOT
-from extras.bench import card, phases, shapes
+from extras.bench import card, phases
 from rollout import completion_logprobs
-from worlds import assert_refused, printed, read_rows, settings, setup_of, skip_without
+from worlds import assert_refused, printed, read_rows, settings, setup_of
 
 CPU = torch.device("cpu")
 
@@ -136,20 +134,11 @@ def test_peaks_of_a_card_are_looked_up_by_its_name():
 
 
 @pytest.mark.parametrize("name", [
-    "model qwen3, float32", "model gpt-neo, bfloat16", "compiled sampling llama, bfloat16",
-    "judge, bfloat16", "run influence, float32", "run plain, bfloat16", "names of the device"])
+    "model gpt-neo, bfloat16", "compiled sampling llama, bfloat16", "judge, bfloat16",
+    "run influence, float32", "resume"])
 def test_a_part_works_here(name):
     part, = card.try_parts(CPU, name)
     assert part.said == "ok", part
-
-
-def test_a_run_is_interrupted_and_looked_at(monkeypatch):
-    names = ("resume", "evaluate.py", "tracin.py, next iteration")
-    parts = [part for part in card.all_parts() if part[0] in names]
-    monkeypatch.setattr(card, "all_parts", lambda: parts)
-    found = card.try_parts(CPU)
-    assert [part.said for part in found] == ["ok"] * 3, found
-    assert found[0].error == 0, "a CPU repeats an iteration to the bit"
 
 
 def test_what_fails_is_named_and_the_rest_goes_on(monkeypatch):
@@ -201,34 +190,6 @@ def test_a_fast_path_that_is_turned_off_fails(monkeypatch):
     monkeypatch.setattr(precision, "find_problem", lambda *_: "made up")
     part, = card.try_parts(CPU, "run plain, bfloat16")
     assert "made up" in part.said
-
-
-def test_a_single_config_ends_in_the_card(quick, monkeypatch):
-    monkeypatch.setattr(bench, "try_parts", lambda device: [card.Part("part x", 0, 0, "ok", 1.0)])
-    before, part, after = printed(bench.main, quick).partition("part x")
-    assert part and '"phases": ' in before, "the card has no line of the phases"
-    assert "part x" not in printed(bench.main, [*quick, "--card=False"])
-
-
-# ------------------------------------------------------------------------------------------------
-# beside others
-
-
-def test_beside_trl_no_judge_is_asked(quick, monkeypatch):
-    skip_without("hub")
-    monkeypatch.setitem(sys.modules, "trl", torch)
-    monkeypatch.setattr(bench, "rounds_of_trl", lambda *_: [bench.Round(1.0, 1, 0.0)])
-    asked = ["--judge=train", "--reward_funcs=('reward','judge')", "--reward_weights=(1.0,1.0)"]
-    text = printed(bench.main, ["trl", *quick, *asked])
-    assert text.count(" tokens/s, ") == 2
-
-
-def test_the_tape_beside_a_forward_and_backward(monkeypatch):
-    monkeypatch.setattr(shapes, "SHAPES", ((1, 8, 20, 4, 3),))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    note, line = printed(bench.main, ["tape", "--repeat=1"]).splitlines()
-    assert "pip install dattri-llm" in note
-    assert line.startswith("1 x 8, V 20, 4 x 3 tokens: ")
 
 
 def test_what_is_typed_wrong_is_one_line(quick):

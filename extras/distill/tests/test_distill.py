@@ -9,7 +9,7 @@ from data.weights import save_gpt
 from extras.distill import of_teacher
 from model import GPT, GPTConfig
 from worlds import (
-    WORD_PROMPTS, WORDS, inputs_of, plain_logps, refusal, setup_of, shaken, steps_of,
+    WORD_PROMPTS, WORDS, inputs_of, plain_logps, refusal, setup_of, shaken,
     untimed_metrics, word_gpt, words)
 
 
@@ -56,18 +56,6 @@ def test_the_gradient_is_that_of_the_reverse_kl(teacher):
     assert torch.allclose(found, expected, atol=1e-6), "sum over tokens of p * A * grad log p"
 
 
-def test_the_student_comes_nearer(teacher):
-    model, path = teacher
-    cfg = taught(path, learning_rate=1e-3)
-    setup = grpo.prepare(cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
-    distances = []
-    for it in range(12):
-        batch = grpo.collect(setup, WORD_PROMPTS, cfg, it)
-        distances.append(-float(batch.row_advantages.mean()))
-        grpo.update(setup, batch, None, cfg, it)
-    assert sum(distances[-3:]) < .7 * sum(distances[:3]), "the KL to the teacher does not fall"
-
-
 def test_other_tokens_are_refused_before_training(tmp_path):
     other = GPT(GPTConfig(vocab_size=400, block_size=32, n_layer=1, n_head=1, n_embd=8))
     save_gpt(tmp_path / "other.pt", other)
@@ -90,13 +78,3 @@ def test_a_run_is_a_teacher_and_its_student_goes_on_with_the_same_bits(tiny, run
     run_grpo(tmp_path / "parts", str(config), *more, "--max_iters=1")
     run_grpo(tmp_path / "parts", str(config), *more, "--max_iters=3", "--resume=True")
     assert untimed_metrics(tmp_path / "whole") == untimed_metrics(tmp_path / "parts")
-
-
-def test_influence_of_advantages_by_token_is_exact(teacher):
-    """The check of a run's first step compares it with plain backwards."""
-    _, path = teacher
-    cfg = replace(taught(path), tracin="reward")
-    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
-    batch = grpo.collect(setup, WORD_PROMPTS, cfg, 1)
-    steps_of(setup, batch, cfg, check=True)
-    assert batch.influence.isfinite().all()

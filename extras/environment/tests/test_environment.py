@@ -2,7 +2,6 @@
 What answers a completion while it is sampled: an environment, or tools. Its words are read and
 never learned, and what is sampled around them is what a loop over single rows samples.
 """
-import importlib
 from dataclasses import replace
 
 import pytest
@@ -22,8 +21,7 @@ from extras.environment.tools import (
 from extras.environment import answering, try_environment
 from run.settings import load_settings
 from worlds import (
-    WORDS, WORD_PROMPTS, assert_refused, printed, read_rows, settings, setup_of,
-    word_gpt)
+    WORDS, WORD_PROMPTS, assert_refused, settings, setup_of, word_gpt)
 
 T = 20
 STOPS = tuple("aihlmrsu ?")     # none is in <|endoftext|>
@@ -169,34 +167,11 @@ def test_metrics_count_what_the_policy_drew():
     (lambda prompts, transcripts: [{}[text] for text in transcripts], "KeyError"),
     (lambda transcripts: "yes", "'yes'"), (lambda transcripts: transcripts[1:], "transcripts"),
     (lambda transcripts: [3] * len(transcripts), "[3, 3, "),
-    (lambda transcripts, answer: [], "'answer'"), (lambda transcripts, answer: [], "'last'"),
-    (lambda transcripts: transcripts.clear() or [], "environment"),
-    (lambda prompts, completions: [], "transcripts"), (lambda: [], "environment")])
+    (lambda transcripts, answer: [], "'last'"), (lambda prompts, completions: [], "transcripts")])
 def test_what_an_environment_does_wrong_is_one_line(function, name):
     known = [Prompt(text, ids, row | {"answer": 1}) for text, ids, row in WORD_PROMPTS]
     prompts = [*known, Prompt("last", [1], {"text": "last"})]
     assert_refused(name, try_environment, with_game(function), prompts)
-
-
-EXPLAINED = """
-def reward(prompts, completions):
-    return [text.count("e") + 0.1 * len(text) for text in completions]
-
-
-def environment(prompts, transcripts):
-    return [" the" if text.endswith("e") else None for text in transcripts]
-"""
-
-
-def test_a_run_with_turns_is_explained(run_grpo, tmp_path):
-    (tmp_path / "config.py").write_text(EXPLAINED)
-    run_grpo(f"{tmp_path}/run", tmp_path / "config.py", "--judge=None", "--eval_judge=None",
-             "--tracin=advantage", "--stop_strings=('e',)", "--max_turns=8", "--max_iters=2")
-    last = read_rows(f"{tmp_path}/run/metrics.jsonl")[-1]
-    assert last["forced"] > 0, "the environment has said nothing"
-    explain = importlib.import_module("explain.__main__")
-    argv = [f"{tmp_path}/run", f"{tmp_path}/config.py", "--next_iteration"]
-    assert "the tape agrees with" in printed(explain.main, argv)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,13 +1,8 @@
 """Lists of messages, as a chat template writes them."""
-import itertools
-import os
-
 import pytest
 
-from common.files import read_text
 from run.settings import load_settings
 from data.prompts import encode_prompt
-from extras.hub.chat import write_chat
 from extras.hub.tests.published import chat_core
 from extras.hub.tokenizer import Tokenizer
 from worlds import assert_refused
@@ -94,29 +89,6 @@ def test_arguments_of_a_template_reach_it_and_one_that_it_never_asks_for_is_refu
                   ["--policy=x.pt", "--chat_template_kwargs={'enable_thinking': False}"],
                   ["--policy=a", "--chat_template_kwargs={'a': {1}}"]):
         assert_refused("chat_template_kwargs", load_settings, flags)
-
-
-def test_templates_of_trl_are_written_as_transformers_writes_them():
-    trl = pytest.importorskip("trl")
-    transformers = pytest.importorskip("transformers")
-    folder = f"{os.path.dirname(trl.__file__)}/chat_templates"
-    tokens = dict(bos_token="<s>", eos_token="<|im_end|>")
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=chat_core(), **tokens)
-    user = {"role": "user", "content": "Is a<b? "}
-    answer = {"role": "assistant", "content": "Yes, "}
-    for name, messages in itertools.product(
-            os.listdir(folder), ([user], [user, answer], [ASKED[0], user, answer, user])):
-        if not name.endswith(".jinja"):
-            continue
-        goes_on = messages[-1] is answer
-        template = read_text(f"{folder}/{name}")
-        try:
-            expected = theirs.apply_chat_template(
-                messages, chat_template=template, tokenize=False, add_generation_prompt=not goes_on,
-                continue_final_message=goes_on)
-        except Exception:       # some do not take these messages
-            continue
-        assert write_chat(template, theirs.special_tokens_map, messages, "x")[1] == expected, name
 
 
 def test_what_is_wrong_with_messages_is_one_line():

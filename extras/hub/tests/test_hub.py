@@ -9,7 +9,6 @@ from struct import pack
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 
 import extras.hub.export
@@ -17,7 +16,7 @@ from common.files import ROOT, read_json
 from data.tokenizer import load_tokenizer
 from extras.hub.export import export
 from extras.hub.families import spelled_out
-from extras.hub.files import INDEX, Reader, fetch, load_tensors, save_tensors
+from extras.hub.files import INDEX, fetch, load_tensors, save_tensors
 from extras.hub.policy import tokenizer_of
 from extras.hub.tokenizer import GGUF_PATTERNS, bpe_core, from_folder
 from model import GPT, GPTConfig
@@ -113,29 +112,17 @@ def test_shards_are_one_model_and_one_that_is_missing_is_named(index, tmp_path):
         assert_refused(lost, load, tmp_path)
 
 
-@pytest.mark.parametrize("stray", [
-    "model-fp16.safetensors", "model-00004-of-00004.safetensors",
-    "model-00000-of-00003.safetensors", "model-00002-of-00003-old.safetensors"])
+@pytest.mark.parametrize("stray", ["model-fp16.safetensors", "model-00004-of-00004.safetensors"])
 def test_the_index_says_which_files_are_the_model_and_strays_are_named(stray, tmp_path):
     tensors, place = make_shards(tmp_path, index=True)
     save_tensors(f"{tmp_path}/{stray}", {name: x + 1 for name, x in tensors.items()})
     assert stray in printed(load, tmp_path)
     assert_holds(load(tmp_path), GPT2, tensors)
-    os.remove(tmp_path / INDEX)
-    assert_refused(INDEX, load, tmp_path)       # nobody can say which one is the model
-
-
-def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
-    tensors, place = make_shards(tmp_path, index=True)
-    first = min(place.values())
-    held = {name: x if place[name] == first else x - 1 for name, x in tensors.items()}
-    save_tensors(f"{tmp_path}/{first}", held)
-    assert_holds(load(tmp_path), GPT2, tensors)
-    put_index(tmp_path, {"weight_map": place | {"transformer.ln_9.weight": first}})
-    assert_refused("transformer.ln_9.weight", load, tmp_path)
-    for content in ({"weight_map": {"a": "../m.safetensors"}}, {"weight_map": {"a": 3}}, {}, []):
+    for content in ({"weight_map": {"a": "../m.safetensors"}}, {}):
         put_index(tmp_path, content)
         assert_refused(INDEX, load, tmp_path)
+    os.remove(tmp_path / INDEX)
+    assert_refused(INDEX, load, tmp_path)       # nobody can say which one is the model
 
 
 # keys of config.json that mean another computation, each with a value that does
@@ -167,16 +154,11 @@ def test_a_model_that_would_compute_something_else_is_refused_by_its_key(layout,
 
 
 @pytest.mark.parametrize("layout, change, name", [
-    ("gpt2", {"n_head": 5}, "n_head"), ("gpt2", {"n_positions": 64}, "wpe.weight"),
-    ("gpt2", {"n_layer": 10 ** 9}, "layers"), ("gpt2", {"n_layer": 1}, "h.1."),
-    ("llama one kv head, tied", {"tie_word_embeddings": None}, "lm_head.weight"),
+    ("gpt2", {"n_positions": 64}, "wpe.weight"), ("gpt2", {"n_layer": 1}, "h.1."),
+    ("gpt2", {"n_layer": 10 ** 9}, "layers"),
     ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 3}}, "low_freq_factor"),
-    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-    ("llama", {"rope_parameters": {"rope_theta": 51.0}}, "rope_theta"),
-    ("llama 3.2", {"rope_parameters": {"rope_type": "default"}}, "rope_scaling"),
-    ("llama", {"rope_scaling": "x"}, "config.json"),
-    ("qwen3", {"head_dim": None}, "q_proj.weight")])
+    ("llama", {"rope_parameters": {"rope_theta": 51.0}}, "rope_theta")])
 def test_a_config_that_does_not_fit_its_tensors_or_itself_is_one_line(
         layout, change, name, tmp_path):
     c, _ = LAYOUTS[layout]
@@ -184,10 +166,10 @@ def test_a_config_that_does_not_fit_its_tensors_or_itself_is_one_line(
 
 
 def test_what_is_no_whole_model_is_named_and_no_pickle_is_opened(tmp_path):
-    for name, x in (("model.a\nb", torch.zeros(1)), ("model.norm.weight", torch.zeros(16).char()),
-                    ("model.layers.1.mlp.up_proj.weight", torch.zeros(10, 17))):
-        folder = write(tmp_path, LLAMA, make_tensors(LLAMA) | {name: x})
-        assert_refused(repr(name)[1:-1].removeprefix("model."), load, folder)
+    for name, x in (("other.weight", torch.zeros(1)), ("norm.weight", torch.zeros(16).char()),
+                    ("layers.1.mlp.up_proj.weight", torch.zeros(10, 17))):
+        folder = write(tmp_path, LLAMA, make_tensors(LLAMA) | {"model." + name: x})
+        assert_refused(name, load, folder)
     (tmp_path / "model.safetensors").write_bytes(b"\x80\x02half a file")
     assert_refused("model.safetensors", load, tmp_path)
     os.remove(tmp_path / "model.safetensors")
@@ -196,9 +178,8 @@ def test_what_is_no_whole_model_is_named_and_no_pickle_is_opened(tmp_path):
     put(tmp_path, adapter_config={"peft_type": "LORA", "base_model_name_or_path": "gpt2"})
     assert_refused("adapter", fetch, str(tmp_path))
     assert fetch(write(tmp_path, LLAMA)), "a merged model may keep that file"
-    for text in ("[]", "{", "{}"):
-        (tmp_path / "config.json").write_text(text)
-        assert_refused(str(tmp_path), load, tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert_refused(str(tmp_path), load, tmp_path)
 
 
 def test_names_are_downloaded_by_huggingface_hub(monkeypatch):
@@ -253,17 +234,13 @@ def test_a_gguf_that_is_another_or_no_whole_model_is_one_line(tmp_path):
         assert_refused((path, name), load, path)
 
 
-def test_a_gguf_that_is_cut_short_or_claims_too_much_is_refused_at_once(tmp_path, monkeypatch):
+def test_a_gguf_that_is_cut_short_or_claims_too_much_is_refused_at_once(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA))
     os.truncate(path, 300)
     assert_refused(path, load, path)
     head = b"GGUF" + pack("<IQQ", 3, 0, 1) + pack("<Q", 1) + b"k" + pack("<I", 9)     # an array
-    for kind in (0, 6, 8, 9):
-        (tmp_path / "m.gguf").write_bytes(head + pack("<IQ", kind, 2 ** 61))
-        assert_refused(path, load, path)        # an array of 2^61 numbers
-    monkeypatch.setattr(Reader, "left", 1000)
-    (tmp_path / "m.gguf").write_bytes(head + pack("<IQ", 6, 2000) + bytes(8000))
-    assert_refused(path, load, path)            # more metadata than anybody would wait for
+    (tmp_path / "m.gguf").write_bytes(head + pack("<IQ", 6, 2 ** 61))   # of 2^61 numbers
+    assert_refused(path, load, path)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -344,24 +321,16 @@ def test_what_a_training_left_in_tokenizer_json_changes_no_prompt(tmp_path):
 
 
 DECODER = {str(EOT + i): dict(content=token, special=True) for i, token in enumerate(MARKS)}
-PLACES = {      # of added tokens: (tokenizer_config.json, other files, END, START)
-    "added_tokens": ({}, {"added_tokens": {MARKS[1]: 2000, MARKS[2]: 2001}}, 2001, 2000),
-    "decoder": ({"added_tokens_decoder": DECODER}, {}, 2001, 2000),
-    "extra": ({"additional_special_tokens": MARKS[1:]}, {}, 2000, 2001),
-    "map": ({}, {"special_tokens_map": {"additional_special_tokens": MARKS[1:]}}, 2000, 2001)}
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_tokens_that_a_folder_adds_are_those_of_tokenizer_json(place, tmp_path):
-    """Where none has a number, the end token is the first, since it is named first."""
-    config, files, end, start = PLACES[place]
+@pytest.mark.parametrize("config, files", [
+    ({}, {"added_tokens": {MARKS[1]: START, MARKS[2]: END}}),
+    ({"added_tokens_decoder": DECODER}, {})], ids=["added_tokens", "decoder"])
+def test_tokens_that_a_folder_adds_are_those_of_tokenizer_json(config, files, tmp_path):
     config = config | dict(eos_token=MARKS[2], chat_template=TEMPLATE)
     one = from_folder(write_chat(tmp_path / "one"))
-    one.core = gpt2_core(2000)
-    one.core.add_special_tokens(MARKS[1:] if start < end else MARKS[:0:-1])
     two = from_folder(write_two_files(tmp_path / "two", config, **files))
-    assert two.eot_token == two.core.token_to_id(MARKS[2]) == end
-    assert two.core.token_to_id(MARKS[1]) == start
+    assert two.end_tokens == one.end_tokens
     for text in TEXTS:
         assert two.encode_ordinary(text) == one.encode_ordinary(text)
         assert two.encode_marked(text) == one.encode_marked(text)
@@ -370,14 +339,7 @@ def test_tokens_that_a_folder_adds_are_those_of_tokenizer_json(place, tmp_path):
     assert set(MARKS) <= two.special_tokens_set
 
 
-def test_an_added_word_is_one_token_in_every_text_and_ids_that_do_not_fit_are_refused(tmp_path):
-    words = from_folder(write_two_files(tmp_path, {}, added_tokens={"<mol>": 2007}))
-    assert words.encode_ordinary("a<mol>")[-1] == 2007, "it is no special token"
-    put(tmp_path, added_tokens={"a": 2005})
-    assert_refused("'a'", from_folder, str(tmp_path))
-
-
-@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "GPT2TokenizerFast", "RobertaTokenizer"])
+@pytest.mark.parametrize("kind", ["GPT2TokenizerFast", "RobertaTokenizer"])
 def test_a_space_before_a_text_is_put_there_if_the_config_says_so(kind, tmp_path):
     ours = load_tokenizer(2000)
     for value in (True, False):
@@ -489,20 +451,13 @@ def test_a_tokenizer_that_is_not_known_here_is_one_line(tmp_path):
     assert_refused("end token", tokenizer_of, folder)
     content = read_json(f"{folder}/tokenizer.json")
     content["model"]["continuing_subword_prefix"] = "##"        # the package panics
-    for odd in (content, {}):
-        put(folder, tokenizer=odd)
-        assert_refused(folder, tokenizer_of, folder)
-    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(f"{folder}/tokenizer.json")
+    put(folder, tokenizer=content)
     assert_refused(folder, tokenizer_of, folder)
     os.remove(f"{folder}/tokenizer.json")
     (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
     assert_refused("sentencepiece", tokenizer_of, folder)
-    for config, files, name in (
-            (dict(tokenizer_class="BertTokenizer"), {}, "BertTokenizer"),
-            ({}, dict(generation_config=dict(eos_token_id="301")), "eos_token_id")):
-        assert_refused(name, tokenizer_of, write_two_files(folder, config, **files))
-    os.remove(f"{folder}/merges.txt")
-    assert_refused("merges.txt", tokenizer_of, folder)
+    config = dict(tokenizer_class="BertTokenizer")
+    assert_refused("BertTokenizer", tokenizer_of, write_two_files(folder, config))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -517,10 +472,8 @@ def test_an_export_appears_whole_or_not_at_all(tmp_path, monkeypatch):
 
     (tmp_path / "there").mkdir()
     refuses("there", "there")
-    rotary = dict(rope_base=100.0, rms=True, swiglu=True)
-    qwen3 = dict(rms=True, swiglu=True, bias=False, qkv_bias=False, qk_norm=True)   # no rope_base
-    for shape in (dict(causal=False), dict(rope_base=100.0), rotary, qwen3,
-                  dict(window=3, local_layers=(0,)), dict(attn_scale=0.5, qkv_bias=False)):
+    for shape in (dict(rope_base=100.0), dict(window=3, local_layers=(0,)),
+                  dict(attn_scale=0.5, qkv_bias=False)):
         refuses((), "out", **shape)     # no published model is like that
     monkeypatch.setattr(extras.hub.export, "save_tensors", full)
     refuses("No space left", "out")

@@ -196,29 +196,6 @@ def test_what_the_step_moved(taken_apart):
     assert "  0 of " in still
 
 
-EQUAL = """
-def reward(prompts, completions):
-    return [0.5 if {which} else sum(map(ord, text)) % 101 / 101
-            for prompt, text in zip(prompts, completions)]
-"""
-
-
-@pytest.mark.parametrize("which, listed", [("prompt == prompts[0]", 2), ("True", 0)],
-                         ids=["the first group", "all groups"])
-def test_rows_of_equal_rewards_neither_help_nor_harm(which, listed, taken_apart, tmp_path):
-    (tmp_path / "rule.py").write_text(EQUAL.format(which=which))
-    out = taken_apart(tmp_path / "rule.py", *NO_JUDGE, "--tracin=reward", "--zero_std_groups=drop")
-    found = [float(x) for x in re.findall(r"most \((\S+)\)", out)]
-    assert len(found) == listed, "rows of no step have no influence"
-    assert found == sorted(found, reverse=True) and not math.isnan(sum(found)), out
-
-
-def test_a_critic_is_taken_apart_too(taken_apart):
-    skip_without("critic")
-    text = part_of(taken_apart("--critic=True"), "advantages")
-    assert "values" in text and "returns" in text
-
-
 ANSWERED = """
 def environment(prompts, transcripts):
     return [" of course" if "of course" not in text else None for text in transcripts]
