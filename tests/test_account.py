@@ -225,7 +225,7 @@ def check_shares(world, found, slopes):
         assert dropped.any() and not shares[dropped].any(), "a dropped rollout has a share"
 
 
-@pytest.mark.parametrize("kind", ["mini-batches and passes", "environment", "lora"])
+@pytest.mark.parametrize("kind", ["mini-batches and passes", "environment"])
 def test_words_of_a_rollout_add_up(kind, tmp_path):
     """To its share, and to its effect."""
     world = run_of(KINDS[kind], tmp_path)

@@ -42,8 +42,7 @@ SETTINGS = {
         "--lora_rank=2", "--zero_std_groups=drop", "--num_iterations=2", "--temperature=0.8"],
     "held out": [
         "--tracin=reward", "--tracin_val_prompts=3", "--tracin_target_ema=0.8", "--beta=0.1",
-        "--entropy_coef=0.01", "--ref_model_sync_steps=2"],
-    "micro-batches": ["--tracin=advantage", "--loss_type=bnpo", "--micro_batch_size=4"]}
+        "--entropy_coef=0.01", "--ref_model_sync_steps=2"]}
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +195,6 @@ def noise(n, count=300):
 
 INFLUENCES = {      # of a row, and the sign of its rank correlation with that
     "reward": (lambda row: math.exp(row["reward"]), 1),
-    "advantage": (lambda row: row["advantage"], 1),
     "|advantage|": (lambda row: abs(row["advantage"]), 1),
     "length": (lambda row: -len(row["completion"]), -1),
     "own part": (lambda row: row["own_part"], 1)}
@@ -276,19 +274,9 @@ def test_nothing_that_was_written_becomes_markup():
     assert colors == ["0,114,178", "0,114,178", "213,94,0"]
 
 
-def contrast(gray):
-    """WCAG's contrast of a gray "#rgb" with white."""
-    x = int(gray[1:], 16) / (16 ** (len(gray) - 1) - 1)
-    light = x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4
-    return 1.05 / (light + 0.05)
-
-
 def test_the_page_can_be_read_on_a_phone():
-    text = nasty_page()
-    assert '<meta name="viewport" content="width=device-width' in text, "it would be 980 px wide"
-    for color in re.findall(r"[ ;{]color: (#\w+)", text):
-        gray = color if len(color) == 4 else color[:1] + color[1:3]
-        assert contrast(gray) >= 4.5, f"{color} is too pale on white"
+    viewport = '<meta name="viewport" content="width=device-width'
+    assert viewport in nasty_page(), "it would be 980 px wide"
 
 
 def test_what_a_tooltip_says_is_on_the_page_too():

@@ -2,7 +2,6 @@
 it cannot answer and leaves nothing behind. Its arithmetic is in test_account.py."""
 import functools
 import importlib
-import json
 import os
 import re
 import shutil
@@ -193,14 +192,6 @@ def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         explain.main([folder, f"{folder}/config.py", *ASKED])
     assert contents(folder) == before
-
-
-def test_several_sentences_share_a_replay(run, tmp_path):
-    path = tmp_path / "asked.jsonl"
-    path.write_text(json.dumps(dict(prompt="the", completion=" cat")))
-    together, last = told(run("plain"), f"--prompts={path}", *ASKED, FAST)
-    assert together.count("account: rollouts") == 2 and "'the' -> ' cat'" in together
-    assert told(run("plain"), *ASKED, FAST)[1] == last
 
 
 def test_what_cannot_be_answered_is_refused_by_name(run, tmp_path):

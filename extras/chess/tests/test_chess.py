@@ -97,11 +97,8 @@ STATES = [  # completion, format, right position, distance, share of the outcome
     (ANSWER.replace("4P3", "3P4"), 1, 0, 2, 1),
     (ANSWER.replace("4P3", "4P"), 0, 0, 1, 1),                  # a rank of five squares
     (ANSWER.replace(" KQkq", " "), 0, 0, 4, 1),                 # no castling field
-    (ANSWER.replace(" b ", " b\n "), 0, 0, 1, 1),
     (ANSWER.replace("+0+0", "+0+2"), 0, 1, 0, 2 / 3),           # no flag
-    (ANSWER + "+0", 0, 1, 0, 1), (AFTER_E4, 0, 1, 0, 0),
-    (ANSWER.replace("0.001", "\u0663"), 0, 1, 0, 2 / 3),           # a digit of another script
-    (ANSWER.replace("b KQkq", "k KQkq"), 0, 0, 1, 1),           # nobody's move
+    (AFTER_E4, 0, 1, 0, 0),
     ("", 0, 0, len(AFTER_E4), 0), ("x" * 500, 0, 0, len(AFTER_E4), 0)]
 
 FIVE = "e2e4 d2d4 g1f3 c2c4 b1c3"
@@ -113,9 +110,7 @@ PLAYS = [   # completion, format, legal share, best among them, engine's best, m
     (f"M: {FIVE} E: 0.0 -0.1 -0.2 -0.3 -0.4 B: g1f3", 1, 1, 1, .6, 1, 1),
     (f"M: {FIVE} E: 1.0 0.9 0.8 0.7 0.6 B: a2a3", 1, 1, 0, .1, 1, .5),
     (f"M: {FIVE} E: 1 2 B: e2e5", 0, 1, 0, -1, 1, 0),
-    (f"M: {FIVE} E: 0 0 0 0 \u0663 B: e2e4", 0, 1, 1, 1, 1, 0),
     (f"M: {FIVE} E: 0 0 0 0 1e9 B: e2e4", 0, 1, 1, 1, 1, 0),
-    ("M: E: B:", 0, 0, 0, -.5, 0, 0),
     ("M: e2e4 d2d4 g1f3 c2c4 a1a8 E: 0 0 0 0 0 B: e2e4", 1, .8, 1, 1, .8, 0),
     ("M: e2e4 e2e4 e2e4 e2e4 e2e4 E: 0 0 0 0 0 B: e2e4", 1, .2, 1, 1, .2, 1),
     ("M: e2e4 d2d4", 0, .4, 0, -.5, .4, 0), ("", 0, 0, 0, -.5, 0, 0)]

