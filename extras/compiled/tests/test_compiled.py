@@ -182,7 +182,8 @@ def test_what_holds_is_used_and_nothing_is_said(monkeypatch):
 
 
 @pytest.mark.parametrize("change", [
-    lambda h, ids, mask: h + 0.05 * h.abs().mean(), lambda h, ids, mask: h.detach() + 0 * h, raising,
+    lambda h, ids, mask: h + 0.05 * h.abs().mean(),
+    lambda h, ids, mask: h.detach() + 0 * h, raising,
     lambda h, ids, mask: h * (1.1 if mask is None else 1),
     lambda h, ids, mask: h * (1.1 if len(ids) == 1 else 1)],
     ids=["wrong", "wrong gradient", "an error", "wrong without padding", "a wrong row"])

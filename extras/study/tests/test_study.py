@@ -153,7 +153,8 @@ def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path, monk
 @pytest.mark.parametrize("old, new, name", [
     ("seeds = (1, 2)", "seeds = ()", "seeds"), ("seeds = (1, 2)", "seeds = 24", "seeds"),
     ('"tracin": "reward"', '"tracing": "reward"', "--tracing"),
-    ("arms = {", "controls = ('al',); arms = {", "'al'"), ("arms = {", "few = 3; arms = {", "'few'"),
+    ("arms = {", "controls = ('al',); arms = {", "'al'"),
+    ("arms = {", "few = 3; arms = {", "'few'"),
     ("arms = {", "arms = {'../x': {}, ", "'../x'"), ("arms = {", "arms = {'x': 1, ", "'x'")])
 def test_what_cannot_work_is_refused_before_the_first_run(old, new, name, made, tmp_path):
     made.write(old, new)
