@@ -19,13 +19,12 @@ def measures_of(setup, policy, cfg):
     return evaluate(setup, policy, cfg)[0]
 
 
-@pytest.mark.parametrize("knobs", (dict(), dict(eval_temperature=.6)))
-def test_rows_that_are_computed_together_change_no_measure(monkeypatch, knobs):
-    setup, cfg = world_of(**knobs)
+def test_rows_that_are_computed_together_change_no_measure(monkeypatch):
+    setup, cfg = world_of(eval_temperature=.6)
     policy = shaken(word_gpt(), .05)
     whole = measures_of(setup, policy, cfg)
     assert whole["kl"] > 1e-4
-    for at_once, room in ((1, 1), (3, 10 ** 6), (64, 10 ** 9)):
+    for at_once, room in ((1, 1), (64, 10 ** 9)):
         monkeypatch.setattr(evaluation, "AT_ONCE", at_once)
         monkeypatch.setitem(evaluation.SAMPLING_BYTES, "cpu", room)
         assert measures_of(setup, policy, cfg) == pytest.approx(whole, rel=1e-5)

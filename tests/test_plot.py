@@ -123,12 +123,12 @@ def test_every_name_is_in_the_picture_beside_its_line(names, tmp_path, monkeypat
 def test_runs_are_told_apart_without_colour_too(tmp_path):
     evaluations = [{"iteration": 0, "ended": 0.5}]
     runs = [make_run(tmp_path / f"{i}", rewarded(0.5, 0.6), evaluations, beta=i)
-            for i in range(24)]
+            for i in range(12)]
     drawn, _ = figure_of(*runs)
     looks = {(line.get_marker(), line.get_linestyle()) for line in drawn[title_of("ended")]}
-    assert len(looks) == 24
+    assert len(looks) == 12
     looks = {(line.get_color(), line.get_linestyle()) for line in drawn["reward, mean"]}
-    assert len(looks) == 24
+    assert len(looks) == 12
 
 
 def test_a_value_without_neighbours_is_seen(tmp_path):
