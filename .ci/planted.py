@@ -280,7 +280,7 @@ MISTAKES = [
         ("account: momentum forgotten in the derivative", "m = k.b1 * m +",
          "m = k.b1 * m.detach() +"),
         ("account: AdamW's v is a constant", "s = (v / k.c2", "s = (v.detach() / k.c2"),
-        ("account: no Hessian", "derivative[0][:K] += hessian_times(",
+        ("account: no Hessian", "derivative[0] += hessian_times(",
          "hessian_times(")),
     *of("explain/account.py",
         "test_account.py::test_shares_add_up_and_are_those_of_brute_force[clipped]",

@@ -42,6 +42,7 @@ from common.supervised import Progress
 from tracin import Recording, gradient_of
 
 DAMPING = 0.3
+DRAWS = 3           # of the smoothness
 
 # ------------------------------------------------------------------------------------------------
 # the run, once more
@@ -222,23 +223,22 @@ def multiplied(setup, cfg, k, weights, directions):
 class Account(NamedTuple):
     """In the unit of f, of K columns."""
     shares: Tensor      # (K, I, N) of the rollouts: where the change came from
-    effects: Tensor     # (K, I, N): the derivatives of the end by their weights
-    halves: Tensor      # (2, I, N) the same, without H, by halves of the held-out prompts; or none
+    effects: Any        # (K, I, N): the derivatives of the end by their weights; or None
     rest: dict          # {name: shares (K, I)}: of the rest of the loss, and of what is no loss
-    directions: list    # S of (K, W): L_t, which the effects are products with
+    directions: list    # S of (K, W): L_t, which the effects are products with; or []
 
     @property
     def together(self):     # (K,)
         return self.shares.sum((1, 2)) + sum(x.sum(1) for x in self.rest.values())
 
 
-def account(setup, cfg, states, taken, course, folder, hessian=True, damping=DAMPING):
-    """The Account of the target whose target.Course along these states is given."""
+def account(setup, cfg, states, taken, course, folder, hessian=True, damping=DAMPING,
+            predicts=True):
+    """The Account of the target whose target.Course along these states is given. predicts: False
+    leaves out the effects, which take most of the time."""
     derivative = course.last, 0 * course.last, 0 * course.last
-    K = len(course.means[0])
-    shape = K, taken[-1].it + 1, len(taken[0].batch.row_weights)
-    shares = torch.zeros(shape).double()
-    effects = torch.zeros(len(course.last), *shape[1:]).double()
+    shape = len(course.last), taken[-1].it + 1, len(taken[0].batch.row_weights)
+    shares, effects = torch.zeros(2, *shape).double()
     is_on = dict(kl=cfg.kl_in_loss, entropy=cfg.entropy_coef, critic=cfg.critic)
     parts_of_loss = [part for part in is_on if is_on[part]]
     rest = {part: torch.zeros(shape[:2]).double() for part in (*parts_of_loss, "decay", "momentum")}
@@ -246,22 +246,26 @@ def account(setup, cfg, states, taken, course, folder, hessian=True, damping=DAM
     progress = Progress("account", "step", len(taken))
     steps = walk_back(setup, states, taken, course.means)
     for done, (k, before, after, slope, G) in enumerate(steps, 1):
-        L, derivative = taken_back(k, before, after, derivative, damping)
-        products = multiplied(setup, cfg, k, before[0], torch.cat([G, L]))
-        shares[:, k.it] += products[:K]
-        effects[:, k.it] += products[K:]
-        directions.append(kept(L[:K], folder))
+        asked = G                                                                   # (n, W)
+        if predicts:
+            L, derivative = taken_back(k, before, after, derivative, damping)
+            directions.append(kept(L, folder))
+            asked = torch.cat([G, L])
+        products = multiplied(setup, cfg, k, before[0], asked)                      # (n, N)
+        shares[:, k.it] += products[:len(G)]
+        if predicts:
+            effects[:, k.it] += products[len(G):]
         for part in parts_of_loss:
             g = gradient_of(grpo.losses, setup, cfg, k.batch, k.step, part)
             rest[part][:, k.it] += (G @ flat(g.values())).cpu()
         rest["decay"][:, k.it] -= k.lr * (slope @ (k.decay * before[0])).cpu()
-        if hessian:     # the most expensive part: halves do without
-            derivative[0][:K] += hessian_times(setup, cfg, k, before[0], L[:K])
+        if predicts and hessian:
+            derivative[0] += hessian_times(setup, cfg, k, before[0], L)
         if progress.is_due():
             progress.show(done)
     # of what m held before the first step
     rest["momentum"][:, k.it] = k.b1 / (1 - k.b1) / k.clip * (G @ before[1]).cpu()
-    return Account(shares, effects[:K], effects[K:], rest, directions[::-1])
+    return Account(shares, effects if predicts else None, rest, directions[::-1])
 
 
 def walk_back(setup, states, taken, means):
@@ -306,10 +310,10 @@ def train_again(setup, cfg, states, taken, factors):
     return flat(setup.trained).detach()
 
 
-def smoothness(setup, cfg, states, taken, seed):
+def smoothness_by(setup, cfg, states, taken, seed):
     """How far the signs agree of two movements of the last weights, by rollouts weighed 1 + 0.1 z
-    in place of 1 and 1 + 0.2 z in place of 1 + 0.1 z: 1 is smooth, 0 is chance (Engstrom et al.
-    2025, arXiv 2503.13751). z is one normal number for each rollout."""
+    in place of 1 and 1 + 0.2 z in place of 1 + 0.1 z (Engstrom et al. 2025, arXiv 2503.13751). z is
+    one normal number for each rollout."""
     z = torch.randn(taken[-1].it + 1, len(taken[0].batch.row_weights),
                     generator=torch.Generator().manual_seed(seed))
     ends = [states[-1][0].to(setup.device)]
@@ -318,3 +322,10 @@ def smoothness(setup, cfg, states, taken, seed):
     second = ends[2] - ends[1]
     size = (first + second).abs()
     return float((size * first.sign() * second.sign()).sum() / size.sum().clamp(min=1e-30))
+
+
+def smoothness(setup, cfg, states, taken):
+    """1 is smooth, 0 is chance: the mean of three draws, which may differ by 0.3."""
+    draws = [smoothness_by(setup, cfg, states, taken, seed_for("smoothness", i))
+             for i in range(DRAWS)]
+    return sum(draws) / DRAWS

@@ -30,12 +30,13 @@ FLAGS = dict(target="", prompt="", completion="", prompts="", account=False, hel
              parts=1, hessian=True)
 WORST = 3           # completions that are told of with --account=True
 OTHER = 0.1         # of the change that a replay may be off
-# times of the run that an account takes beside the held-out completions, and the Hessian in it; and
-# the part of a rollout's time that such a completion takes
-SLOWER = 6
+# times of the run that an account takes beside the held-out completions; what a prediction and the
+# Hessian in it take more; the part of a rollout's time that a held-out completion takes
+SLOWER = 3
+PREDICTION = 3
 HESSIAN = 2
 HELD_OUT = 0.4
-SMOOTH = 0.88       # below it nothing is said of single rollouts left out (docs/account.md)
+SMOOTH = 0.70       # below it nothing is said of single rollouts left out (docs/account.md)
 # settings that change no training
 HARMLESS = ("cache_dir", "device", "decode_batch_size", "activation_checkpointing",
             "save_interval", "eval_interval", "num_eval_generations", "expect_rise")
@@ -81,16 +82,16 @@ def say_cost(folder, cfg, target, since, end, parts, hessian):
     points = steps * parts + 1
 
     def cost(completions, hessian):
-        slower = SLOWER if hessian else SLOWER - HESSIAN
+        slower = SLOWER + HESSIAN * hessian + PREDICTION * (not target.is_sampled)
         found = slower * seconds + HELD_OUT * per_rollout * points * completions
         return f"{found / 60:.0f} min" if found >= 90 else f"{found:.0f} s"
 
     sampled = ""
-    cheaper = "--hessian=False"
+    cheaper = "--hessian=False"     # of a prediction
     fewer = target.rollouts // 4
     if fewer:
         sampled = f", samples {target.rollouts} held-out completions at each of {points} points"
-        cheaper = f"--held_out={fewer} --hessian=False"
+        cheaper = f"--held_out={fewer}"
     print(f"account: repeats iterations {since + 1} to {end}{sampled}, goes back over {steps} "
           f"steps: about {cost(target.rollouts, hessian)}, by the run's own times; {cheaper}: "
           f"about {cost(fewer, False)}, with more noise", flush=True)
@@ -221,14 +222,14 @@ class Replayed(NamedTuple):
     since: int
     course: Any         # target.Course
     found: Any          # account.Account
-    smooth: float
+    smooth: float       # account.smoothness; NaN: nothing is predicted
 
 
 def told_of(world, target, text, sentence, i):
     """Of number i: sentences, the figure, tables, cards. text, sentence: a prompt, and a Rollout of
     one row; or "" and None where the number is no sentence's."""
     setup, cfg, states, taken, since, course, found, smooth = world
-    story = told.story_of(target, course, found, i, taken, since, smooth)
+    story = told.story_of(target, course, found, i, taken, since)
     is_smooth = smooth >= SMOOTH
     figure = told.figure_of(story)
     iterations = told.by_iteration(story)
@@ -266,7 +267,8 @@ def main(argv):
     check_run(setup, cfg, folder, path, last)
     sentences = sentences_asked(setup, cfg, own)
     target = target_asked(setup, cfg, own, sentences)
-    has_hessian = own["hessian"] and cfg.loss_type != "cispo"   # its ratio is a constant
+    predicts = not target.is_sampled        # docs/account.md: how far can it be trusted?
+    has_hessian = predicts and own["hessian"] and cfg.loss_type != "cispo"  # whose ratio is constant
     say_cost(folder, cfg, target, since, end, own["parts"], has_hessian)
 
     start = go_to(setup, cfg, folder, since)
@@ -277,8 +279,8 @@ def main(argv):
         target = target._replace(batch=taken[0].batch)
     course = follow(target, states, folder, own["parts"])
     note = far_from_run(setup, target, course, states, folder, path, last)
-    found = account(setup, cfg, states, taken, course, folder, has_hessian)
-    smooth = smoothness(setup, cfg, states, taken, seed_for("smoothness"))
+    found = account(setup, cfg, states, taken, course, folder, has_hessian, predicts=predicts)
+    smooth = smoothness(setup, cfg, states, taken) if predicts else math.nan
 
     about = f"{folder}, iterations {since + 1} to {end}: {target.about}. {told.ABOUT}"
     lines = []
@@ -293,5 +295,5 @@ def main(argv):
         tables += own_tables
         number = f"{i + 1}. " * (len(sentences) > 1)
         cards |= {number + heading: some for heading, some in own_cards.items()}
-    lines += [told.say_smooth(smooth, SMOOTH, target.rollouts > 0), *note]
+    lines += [told.say_smooth(smooth, SMOOTH), *note]
     show(folder, "account", about, lines, cards, tables, figure, told.TINT)

@@ -31,8 +31,7 @@ from rollout import completion_logprobs
 from run.sampling import sample_completions
 from tracin import target_number
 
-HALVES = 2      # of the held-out prompts: do both say the same of a rollout?
-FOLDS = 8       # of them: how noisy is a sum?
+FOLDS = 8       # of the held-out prompts: how noisy is a sum?
 AT_ONCE = 400   # completions that are sampled together; limits memory
 SURE = 0.1      # of the completions: those that count most have a backward pass for certain
 
@@ -40,7 +39,7 @@ SURE = 0.1      # of the completions: those that count most have a backward pass
 class Point(NamedTuple):
     """The target at some weights."""
     parts: Tensor   # (K, F): of its value
-    slope: Tensor   # (K, W); but (2, W) of the halves of the prompts, which add up, of HeldOut
+    slope: Tensor   # (K, W)
     gains: Tensor   # (D, K, F) of D directions (W,): <slope, direction>; F is 1 but for HeldOut
 
 
@@ -101,14 +100,14 @@ class HeldOut(NamedTuple):
         if not with_slope:
             return Point(parts, None, None)
 
-        slope = weights.new_zeros(HALVES, len(weights), device=setup.device)
+        slope = weights.new_zeros(1, len(weights), device=setup.device)
         gains = torch.zeros(len(directions), 1, folds, dtype=torch.float64)
         for f in range(folds):
             rows = ((fold == f) & (signal != 0)).nonzero()[:, 0]
             if not len(rows):       # equal rewards
                 continue
             g = self.slope_of(rollout, signal, rows)
-            slope[f % HALVES] += g
+            slope += g
             for d, direction in enumerate(directions):
                 gains[d, 0, f] = g @ direction.to(g)
         return Point(parts, slope, gains)
@@ -220,8 +219,7 @@ class Course(NamedTuple):
     parts: Tensor       # (S + 1, K, F) of its value before each step and after the last
     gains: Tensor       # (S, K, F') of <mean slope, step>: nearly its changes
     means: list         # S mean slopes (K, W) on the way of a step
-    # (K, W) the slope at the end; then of what else effects are asked for: halves of the prompts
-    last: Tensor
+    last: Tensor        # (K, W) the slope at the end
 
     @property
     def values(self):   # (S + 1, K)
@@ -235,9 +233,6 @@ class Course(NamedTuple):
 def follow(target, states, folder, parts=1):
     """The Course of a target along the states of a run. The mean slope on the straight line of a
     step is that of `parts` parts of it, by the trapezoid rule: 1 takes the mean of both ends."""
-    def slope_of(point):
-        return point.slope.sum(0, keepdim=True) if target.is_sampled else point.slope
-
     ways = [after[0] - before[0] for before, after in zip(states, states[1:])]
     progress = Progress("target", "point", len(ways) * parts + 1)
     end = target.at(states[0][0], ways[:1])
@@ -251,13 +246,11 @@ def follow(target, states, folder, parts=1):
         end = target.at(states[t + 1][0], ways[t:t + 2])
         points.append(end)
         shares = [0.5, *[1.0] * (parts - 1), 0.5]
-        mean = sum(share * slope_of(point) for share, point in zip(shares, points)) / parts
+        mean = sum(share * point.slope for share, point in zip(shares, points)) / parts
         along = [points[0].gains[-1], *(point.gains[0] for point in points[1:])]
         means.append(kept(mean, folder))
         gains.append(sum(share * gain for share, gain in zip(shares, along)) / parts)
         values.append(end.parts)
         if progress.is_due():
             progress.show((t + 1) * parts + 1)
-    halves = [end.slope] if target.is_sampled else []
-    last = torch.cat([slope_of(end), *halves])
-    return Course(torch.stack(values), torch.stack(gains), means, last)
+    return Course(torch.stack(values), torch.stack(gains), means, end.slope)

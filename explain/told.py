@@ -5,7 +5,7 @@ trusted, which rollouts did most. account.py has the arithmetic, page.py writes 
 S steps, I iterations of N rollouts, W trained weights end to end, T tokens.
 """
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,12 +36,10 @@ class Story(NamedTuple):
     values: Tensor      # (S + 1,) along the run
     gains: Tensor       # (S,) of the steps, by the mean slope on their way
     shares: Tensor      # (I, N)
-    effects: Tensor     # (I, N)
+    effects: Any        # (I, N), or None
     rest: dict          # {name: (I,)}
     noise: dict         # standard errors of "change", "sum" and their "difference"; {}: exact
     rollouts: int       # held-out completions at each step; 0: none
-    agreement: float    # of the effects by one half of the held-out prompts with the other; or NaN
-    smooth: float       # account.smoothness
 
     @property
     def change(self):
@@ -67,19 +65,18 @@ class Story(NamedTuple):
         return self.noise.get("difference", math.nan) / max(abs(self.change), 1e-30)
 
 
-def story_of(target, course, found, i, taken, since, smooth):
+def story_of(target, course, found, i, taken, since):
     """The Story of column i."""
     noise = {}
-    agreement = math.nan
     if target.is_sampled:
         change = course.parts[-1, i] - course.parts[0, i]                           # (F,)
         along = course.gains[:, i].sum(0)                                           # (F,)
         noise = dict(change=noise_of(change), sum=noise_of(along),
                      difference=noise_of(along - change))
-        agreement = float(torch.corrcoef(found.halves.flatten(1))[0, 1])
     rest = {name: x[i] for name, x in found.rest.items()}
+    effects = None if found.effects is None else found.effects[i]
     return Story(target.title, taken, since, course.values[:, i], course.gains[:, i].sum(1),
-                 found.shares[i], found.effects[i], rest, noise, target.rollouts, agreement, smooth)
+                 found.shares[i], effects, rest, noise, target.rollouts)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -188,7 +185,6 @@ def bands(x, name):
 class Rows(NamedTuple):
     """All rollouts of an account, flat: n of them."""
     share: Tensor
-    effect: Tensor
     reward: Tensor
     advantage: Tensor
     length: Tensor      # tokens that the policy drew
@@ -202,7 +198,6 @@ def rows_of(story):
         return torch.cat([of(batch).detach().cpu().double() for batch in batches.values()])
     return Rows(
         torch.cat([story.shares[it] for it in batches]),
-        torch.cat([story.effects[it] for it in batches]),
         flat(lambda batch: batch.rewards), flat(lambda batch: batch.row_advantages),
         flat(lambda batch: batch.rollout.sampled_mask.sum(1)),
         [prompt.text for batch in batches.values() for prompt in batch.prompts],
@@ -259,7 +254,10 @@ def taught(story, by_effect):
     towards = rows.share * math.copysign(1, total)
     (name, how), pick = max(cells.items(), key=lambda cell: float(towards[cell[1]].sum()))
     share = float(rows.share[pick].sum())
-    did = rows.effect * math.copysign(1, total) if by_effect else towards
+    did = towards
+    if by_effect:
+        iterations = dict.fromkeys(k.it for k in story.taken)
+        did = torch.cat([story.effects[it] for it in iterations]) * math.copysign(1, total)
     first = int(did.masked_fill(~pick, -math.inf).argmax())
     return (f"What taught it most: the {int(pick.sum())} of {len(rows.share)} rollouts with {name} "
             f"and {how}. They gave {share:+.{digits_of(story)}f}, {100 * share / total:.0f} % of "
@@ -361,31 +359,20 @@ ABOUT = ("Which of the rollouts that it was trained on made this number rise or 
 TINT = "part"
 
 
-def say_smooth(smooth, bound, is_sampled):
-    """How far single rollouts can be trusted. is_sampled: the number is a mean of samples."""
+def say_smooth(smooth, bound):
+    """How far single rollouts can be trusted. smooth: account.smoothness; NaN where nothing is
+    predicted, of a mean of samples."""
+    if smooth != smooth:
+        return ("What it would be without a rollout is not said: of a reward nothing foretells "
+                "where that is predicted well. The lists are by share, and single shares cancel: "
+                "trust the sums.")
     if smooth < bound:
         return (f"The run is rough ({smooth:.2f}; 1: smooth, 0: chance): what it would be without "
                 "a rollout cannot be predicted. The lists are by share, and single shares cancel: "
                 "trust the sums.")
-    text = (f"The run is smooth ({smooth:.2f}; 1: smooth, 0: chance): small changes of its "
+    return (f"The run is smooth ({smooth:.2f}; 1: smooth, 0: chance): small changes of its "
             "rollouts change it nearly as predicted, and the lists are in the order of the "
             "prediction.")
-    if is_sampled:
-        text += " Of a reward that order is uncertain and has no size: trust the sums first."
-    return text
-
-
-def say_agreement(r):
-    """Is the order of single rollouts signal or noise? r: of one half of the held-out prompts with
-    the other."""
-    if r < 0.3:
-        kind = "mostly noise: do not read the lists, take more --held_out=N"
-    elif r < 0.7:
-        kind = "part signal, part noise: more --held_out=N helps"
-    else:
-        kind = "mostly signal"
-    return (f"The order of single rollouts is {kind}. By one half of the held-out prompts and by "
-            f"the other it has a correlation of {r:.2f} (1: signal, 0: noise).")
 
 
 def say_tokens(tokens):
@@ -418,8 +405,6 @@ def lines_of(story, tokens, by_effect):
     found += [closing(story), *warnings(story)]
     if story.error <= USELESS:
         found.append(say_cancelling(story))
-    if story.agreement == story.agreement:
-        found.append(say_agreement(story.agreement))
     return [text for text in found if text]
 
 

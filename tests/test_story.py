@@ -178,6 +178,17 @@ def test_what_cannot_be_trusted_is_not_listed(run, monkeypatch):
         assert ("  share " in text) == shares
 
 
+def test_of_a_reward_nothing_is_predicted(run, monkeypatch):
+    """Its lists are by share, and the passes that only a prediction needs are not made."""
+    monkeypatch.setattr(story, "SMOOTH", -2.0)
+    monkeypatch.setattr(told_module, "USELESS", 9.0)
+    monkeypatch.setattr(accounts, "hessian_times", None)
+    monkeypatch.setattr(accounts, "train_again", None)
+    text, _ = told(run("plain"))
+    assert "without it" not in text
+    assert "  share " in text
+
+
 def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch):
     folder = run("plain")
     before = contents(folder)

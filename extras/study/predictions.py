@@ -16,7 +16,7 @@ from torch.nn.utils import vector_to_parameters
 
 import grpo
 from common.script import seed_for
-from explain.account import account, replay, smoothness, train_again
+from explain.account import DRAWS, account, replay, smoothness_by, train_again
 from explain.target import Course, HeldOut, Sentences, centred
 from judge.rewards import score
 from rollout import completion_logprobs
@@ -84,15 +84,22 @@ def effects_of(setup, cfg, states, taken, slopes, folder, damping, hessian=True)
     return account(setup, cfg, states, taken, course, folder, hessian, damping).effects
 
 
+def halves_at(held_out, weights):
+    """The slopes (2, W) at these weights of two halves of the prompts, which add up."""
+    halves = [held_out._replace(prompts=held_out.prompts[i::2]) for i in range(2)]
+    return torch.cat([half.at(weights).slope / 2 for half in halves])
+
+
 def all_effects(setup, cfg, states, taken, slope, points, folder, dampings):
     """Effects (K, I, N) by damping and for PLAIN, and (1, I, N) on the reward by fewer completions
     of a prompt; and {count: how far the halves agree}. slope: of the sentences. points: {count:
-    target.Point of the reward}. Fewer, and no Hessian, are asked of the first damping alone."""
+    slopes (2, W) of halves of the reward}. Fewer, and no Hessian, are asked of the first damping
+    alone."""
     found = {}
     agreement = {}
     for damping in dampings:
         counts = list(points) if damping == dampings[0] else [DRAWN]
-        slopes = torch.cat([slope, *(points[count].slope for count in counts)])
+        slopes = torch.cat([slope, *(points[count] for count in counts)])
         effects = effects_of(setup, cfg, states, taken, slopes, folder, damping)
         by_sentence, *by_count = effects.split([SENTENCES, *[2] * len(counts)])
         for count, x in zip(counts, by_count):
@@ -103,7 +110,7 @@ def all_effects(setup, cfg, states, taken, slope, points, folder, dampings):
                 found[damping] = torch.cat([by_sentence, reward])
             else:
                 found[count] = reward
-    slopes = torch.cat([slope, points[DRAWN].slope.sum(0, keepdim=True)])
+    slopes = torch.cat([slope, points[DRAWN].sum(0, keepdim=True)])
     found[PLAIN] = effects_of(setup, cfg, states, taken, slopes, folder, dampings[0], hessian=False)
     return found, agreement
 
@@ -144,16 +151,16 @@ def measure(cfg, inputs, sizes, seed, dampings=DAMPINGS):
         for count in (DRAWN, *FEWER):
             held_out = HeldOut("reward", setup, cfg, setup.reward_funcs, [1.0],
                                setup.eval_prompts, count)
-            points[count] = held_out.at(end)
+            points[count] = halves_at(held_out, end)
             if count == DRAWN:
                 before = held_out.at(start, with_slope=False)
 
         effects, agreement = all_effects(
             setup, cfg, states, taken, sentences.at(end).slope, points, folder, dampings)
         found = dict(
-            reward=[float(point.parts.sum()) for point in (before, points[DRAWN])],
-            smoothness=[smoothness(setup, cfg, states, taken, seed_for("smoothness", i))
-                        for i in range(3)], agreement=agreement)
+            reward=[float(before.parts.sum()), float(truth.reward.sum())],
+            smoothness=[smoothness_by(setup, cfg, states, taken, seed_for("smoothness", i))
+                        for i in range(DRAWS)], agreement=agreement)
 
         # the truth: the run again
         shape = effects[dampings[0]].shape[1:]
