@@ -268,7 +268,7 @@ def main(argv):
     sentences = sentences_asked(setup, cfg, own)
     target = target_asked(setup, cfg, own, sentences)
     predicts = not target.is_sampled        # docs/account.md: how far can it be trusted?
-    has_hessian = predicts and own["hessian"] and cfg.loss_type != "cispo"  # whose ratio is constant
+    has_hessian = predicts and own["hessian"] and cfg.loss_type != "cispo"  # its ratio is constant
     say_cost(folder, cfg, target, since, end, own["parts"], has_hessian)
 
     start = go_to(setup, cfg, folder, since)

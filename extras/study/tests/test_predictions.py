@@ -1,7 +1,6 @@
 """What the studies of predictions measure: their statistics by hand, the truth of a reward by
 enumeration, a whole small run."""
 import math
-from dataclasses import replace
 
 import pytest
 import torch
