@@ -1,5 +1,5 @@
-# The small world of the lesson: made-up sentences, and as reward the share of the letter e.
-#     python docs/lesson/lesson.py
+# The small world of the lessons: made-up sentences, and as reward the share of the letter e.
+#     python docs/lesson/lesson.py, then influence.py
 #     python grpo.py config/lesson.py        # the same world, trained
 import random as _random
 
@@ -7,23 +7,25 @@ from config.quick_test import *
 
 out_dir = "out/lesson_run"
 device = "cpu"  # pictures are drawn from its tensors
-vocab_size = 4096
-pretrain_tokens = 100_000
+threads = 1  # the same digits on any number of cores
+vocab_size = 3072
+n_embd = 64
+pretrain_tokens = 150_000
 block_size = 32
 max_completion_length = 10
-seed = 8  # four prompts that differ
+seed = 15  # four prompts that differ
 num_prompts = 4
 num_generations = 6
 micro_batch_size = 24
 max_iters = 30
-learning_rate = 5e-4
+learning_rate = 1e-3
 beta = 0.0
 expect_rise = 0.1
 
 _WORDS = [group.split() for group in (  # each is one token
-    "the a my", "old green little young free small", "cat dog girl man boy woman",
+    "the a my", "old little young free small new", "man woman boy girl mother father",
     "needs gets takes makes", "the a my", "old red little black free new",
-    "house book school line door home", "here today again between never together")]
+    "house book school line room home", "here today again between never together")]
 
 
 def texts(n, seed):

@@ -1,10 +1,13 @@
 # %% [markdown]
-# # One GRPO step and one influence score
+# # GRPO by hand
 #
 # GRPO trains the **policy**, a language model: it samples several completions of a prompt, scores
 # them, makes those above their group's average likelier and the others less likely. A prompt with
-# one completion is a **rollout**. **Influence** says for each rollout: if we learned from it alone,
-# would our target get better or worse?
+# one completion is a **rollout**.
+#
+# Sections 1 to 5 take one step apart. Sections 6 to 8 add what a run needs: several steps on the
+# same rollouts, a bound on how far the policy goes, and many iterations. The second lesson,
+# `influence.ipynb`, asks which rollouts helped.
 #
 # Every function here is the project's own. `python docs/lesson/lesson.py` takes under a minute and
 # draws to `out/lesson`. Or open `lesson.ipynb` in VS Code or Jupyter (`pip install jupyterlab`).
@@ -15,9 +18,9 @@
 # project, `pip install -r requirements.txt matplotlib` there, and open it in `docs/lesson`.
 #
 # ## 1. A small world
-# The policy is a GPT of a million weights that has read made-up sentences of eight words
-# (`config/lesson.py`). A prompt is the first three, so a completion should be five words and an
-# end token. The reward is a rule: the share of the letter e in a completion.
+# The policy is a GPT of 300,000 weights that has read made-up sentences of eight words
+# (`config/lesson.py`). A prompt is the first three, so a completion should be five words and an end
+# token. The reward is a rule: the share of the letter e in a completion.
 
 # %%
 import os
@@ -27,18 +30,17 @@ sys.path[:0] = [os.path.join(sys.path[0], "../.."), "../.."]     # where the pro
 if not any(os.path.exists(os.path.join(path, "grpo.py")) for path in sys.path):
     raise SystemExit("the lesson needs the project around it: clone it, open docs/lesson there")
 
+from dataclasses import replace
+
 import matplotlib.pyplot as plt
 import torch
 
 import grpo
-import tracin
 from common.files import ROOT
 from common.script import BadInput, exit_codes
 from data.prompts import draw_prompts
-from explain.words import logprob_changes, pieces_of
-from rollout import completion_logprobs
+from rollout import completion_states
 from run.settings import load_settings
-from tape import Tape, cosine, inner
 
 
 def picture(name, xlabel, ylabel):
@@ -60,6 +62,7 @@ with exit_codes():      # a slip in a flag is one line
 prompts = draw_prompts(setup.prompts, 0, cfg.num_prompts, cfg.seed)
 G = cfg.num_generations
 N = len(prompts) * G
+print("prompts:", [prompt.text for prompt in prompts])
 
 # %% [markdown]
 # **Try:** in `reward` at the end of `config/lesson.py` take o for e.
@@ -69,7 +72,7 @@ N = len(prompts) * G
 # ask how much likelier the token has become since. The policy as it was here is the **sampler**.
 
 # %%
-rollout, asked, texts = grpo.sample_completions(setup, setup.policy, prompts, cfg, seed=1)
+rollout, asked, texts = grpo.sample_completions(setup, setup.policy, prompts, cfg, seed=2)
 print(repr(prompts[0].text), "->", *map(repr, texts[:G]), sep="\n")
 plt.figure(figsize=(7, 3))
 logp = rollout.logp.masked_fill(~rollout.completion_mask, float("nan"))        # (N, T)
@@ -80,8 +83,7 @@ for first in range(G, N, G):
 picture("2_rollout", "token of the completion", "rollout")
 
 # %% [markdown]
-# Red lines part the prompts. Dark tokens were a surprise. White is after the end of a completion:
-# a white cell among colours says that this one stopped a word early.
+# Red lines part the prompts. Dark tokens were a surprise. White is after the end of a completion.
 #
 # **Try:** `--temperature=0.3`. What happens to the surprises?
 #
@@ -105,10 +107,10 @@ picture("3_advantages", "rollouts of each prompt", "advantage")
 # **Try:** `--scale_rewards=none` divides by no standard deviation. Which prompt loses weight?
 #
 # ## 4. The clip
-# The objective of a token is $\min(\rho A,\ \mathrm{clip}(\rho) A)$, where
-# $\rho = p_\mathrm{policy} / p_\mathrm{sampler}$ is how much likelier the token has become, and
-# clip keeps it within 1 - epsilon and 1 + epsilon. Where the curve is flat, a token has moved far
-# enough and is left alone. That matters when a batch serves several steps. Below, all ratios are 1.
+# The **ratio** of a token says how much likelier it has become:
+# $\rho = p_\mathrm{policy} / p_\mathrm{sampler}$. Its objective, which training makes larger, is
+# $\min(\rho A,\ \mathrm{clip}(\rho) A)$, where clip keeps $\rho$ within 1 - epsilon and
+# 1 + epsilon. Where the curve is flat, a token has moved far enough and is left alone.
 
 # %%
 ratio = torch.linspace(0, 3, 101)[:, None]                                      # (n, 1)
@@ -119,16 +121,18 @@ for A in (1.0, -1.0):
 picture("4_clip", f"ratio = policy / sampler; epsilon = {cfg.epsilon}", "objective")
 
 # %% [markdown]
-# **Try:** `--epsilon=0.5`. Which tokens does it still learn from that it left alone before?
+# **Try:** `--epsilon=0.5`. Where do the curves bend now?
 #
 # ## 5. The step
-# `grpo.collect` does sections 2 and 3 in one call. Then: loss, backward, optimizer step. All ratios
-# are 1, so the loss is minus the advantages' mean over tokens. In a group they cancel but for
+# `grpo.collect` does sections 2 and 3 in one call. Then: loss, backward, optimizer step. The loss
+# is minus the mean of the objective over all tokens. The policy still is the sampler, so all ratios
+# are 1, and the loss is minus the mean of the advantages. In a group they cancel but for
 # completions of another length: the loss is near 0. Its gradient is not.
 
 # %%
-batch = grpo.collect(setup, prompts, cfg, seed=1)
-step = next(grpo.optimizer_steps(batch, cfg, seed=1))
+batch = grpo.collect(setup, prompts, cfg, seed=2)
+mask = batch.loss_mask                          # (N, T) tokens of completions, not padding
+step = next(grpo.optimizer_steps(batch, cfg, seed=1))       # all rows of the batch
 start = {name: x.clone() for name, x in setup.policy.state_dict().items()}
 loss = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
 loss.total.backward()
@@ -142,206 +146,201 @@ plt.figure(figsize=(5, 3))
 plt.scatter(batch.advantages, change, color=colors)
 plt.axhline(0, color="grey")
 picture("5_step", "advantage", "change of log-prob")
-setup.policy.load_state_dict(start)      # back to where we were
 
 # %% [markdown]
-# Look for a dot below 0 whose advantage is above 0: it became less likely although it was good.
-# Rollouts share words, and a step on one moves the others too.
+# Look for a dot above 0 whose advantage is below 0: it became likelier although it was below
+# average. Rollouts share words, and a step on one moves the others too.
 #
 # **Try:** flip the sign of the objective in `grpo.clipped_objective` and run the lesson. Then run
 # `python grpo.py config/lesson.py --out_dir=out/flipped` and look at the reward. Flip it back!
 #
-# ## 6. Influence by definition
-# The **target** is what we want to get better; here it is the loss of all rollouts (to first order,
-# a lower loss is a higher expected reward). $L_i$ is rollout $i$'s term of the batch's loss;
-# the terms add up to the target. The influence is an inner product of gradients,
-# $I_i = \langle \nabla L_i, \nabla L_\mathrm{target} \rangle$. If both point the same way, a
-# plain gradient step (not Adam's) on rollout $i$ lowers the target's loss too.
-#
-# The target contains rollout $i$, so a part of $I_i$ is never negative:
-# $\langle \nabla L_i, \nabla L_i \rangle$, what it does for **itself**. The rest is **others**.
+# ## 6. A second step on the same rollouts
+# Sampling is expensive, so a batch may serve several steps. Before the second one the policy is no
+# longer the sampler: ratios are not 1 any more. What does each token ask of the policy now? Its
+# **pull** is minus the derivative of the loss by its log-prob. Above 0 it wants to be likelier. For
+# a token that the clip holds the pull is exactly 0.
 
 # %%
-def gradient_of(rows):
-    """{parameter: gradient} of the loss of these rows, by a plain backward."""
-    return tracin.gradient_of(grpo.losses, setup, cfg, batch, step._replace(rows=rows), "policy")
+def pull_of(how):
+    """The ratio and the pull (M,) of all M tokens, with the settings `how`."""
+    loss = grpo.loss_of(setup, setup.policy, batch, step.rows, step, how)
+    slope, = torch.autograd.grad(loss.policy, loss.logp)                        # (N, T)
+    return loss.ratio[mask], -slope[mask] * step.num_tokens
 
 
-target = gradient_of(step.rows)
-alone = [gradient_of(row[None]) for row in step.rows]           # a backward for each rollout
-by_hand = torch.stack([inner(gradient, target) for gradient in alone])          # (N,)
-itself = torch.stack([inner(gradient, gradient) for gradient in alone])         # (N,)
-others = by_hand - itself
-print(f"itself is {float(itself.sum() / by_hand.sum()):.0%} of all influence. "
-      f"Negative are {int((by_hand < 0).sum())}, without itself {int((others < 0).sum())}")
-plt.figure(figsize=(7, 3))
-plt.bar(range(N), itself, color="lightgrey", label="itself")
-plt.bar(range(N), others, bottom=itself, width=0.4, color=colors, label="others")
-plt.scatter(range(N), by_hand, color="black", s=12, zorder=3, label="sum: influence")
-picture("6_influence", "rollout", "influence")
+no_clip = replace(cfg, epsilon=1e9)
+ratio, pull = pull_of(cfg)
+_, free = pull_of(no_clip)
+held = (pull == 0) & (free != 0)
+print(f"ratios from {ratio.min():.2f} to {ratio.max():.2f}; the clip holds {int(held.sum())} "
+      f"of {len(ratio)} tokens")
+plt.figure(figsize=(7, 3.5))
+plt.scatter(ratio, free, facecolors="none", edgecolors="grey", label="without the clip")
+plt.scatter(ratio[~held], pull[~held], s=12, label="with the clip")
+plt.scatter(ratio[held], pull[held], s=12, color="red", label="held: pull 0")
+plt.xscale("log")
+picture("6_pull", "ratio (1: as likely as when it was sampled)", "pull")
 
 # %% [markdown]
-# So most influences are positive, even where the others disagree. The sign of an influence is not
-# that of the advantage. A rollout below average can have positive influence: learning to avoid it
-# helps. One above average can have negative influence: what makes it likelier moves the others the
-# wrong way.
+# Each dot is a token. Without the clip its pull is the ratio times the advantage. So a good token
+# that has become likelier pulls all the harder. The clip stops that. It does not hold a token that
+# went the wrong way: good, but less likely than before.
 #
-# **Try:** the first group as target. Which rollouts of other prompts have influence, and why?
-# `print([float(inner(gradient, gradient_of(step.rows[:G]))) for gradient in alone])`
-#
-# ## 7. The same from one backward
-# A layer's gradient for rollout $i$ is a sum over its tokens, $g_i = \sum_t b_t a_t^\top$: the
-# gradient of the layer's output times its input. So with the target's gradient $g$,
-# $\langle g_i, g \rangle = \sum_t b_t \cdot (g\, a_t)$. A **tape** keeps $a$ and $b$ of every
-# layer during one backward.
+# Now take five steps from the start, with the clip and without.
 
 # %%
-with Tape(setup.policy, N) as tape:
-    owners = batch.rollout.sampled_mask.nonzero()[:, 0]         # whose each token is
-    tape.rows(torch.arange(N), flat={setup.policy.lm_head: owners})
-    grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg).policy.backward()
-influence = tape.dot(tape.gradient(torch.ones(N)))                              # (N,)
-error = (influence - by_hand).abs().max() / by_hand.abs().max()
-print(f"largest difference from section 6: {float(error):.0e} of the largest influence")
-
-# %% [markdown]
-# **Try:** add up all influences, then compute `inner(target, target)`. Why are they equal?
-#
-# ## 8. What a tiny step really did
-# Influence is a promise about a step. We keep it: take a tiny step on one rollout alone, and see
-# by how much the target's loss went down.
-
-# %%
-def move(size, direction):
-    with torch.no_grad():
-        for p in setup.trained:
-            p += size * direction[p]
-
-
-SIZE = 0.002
-what_it_did = []
-for gradient in alone:
-    move(-SIZE, gradient)
-    with torch.no_grad():
-        after = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
-    what_it_did.append(float(loss.policy.detach() - after.policy) / SIZE)
+def restart():
     setup.policy.load_state_dict(start)
-plt.figure(figsize=(5, 3.5))
-plt.scatter(influence, what_it_did, color=colors)
-plt.axline((0, 0), slope=1, color="grey", label="promise kept")
-picture("8_promise", "influence: what was promised", "fall of the target's loss / SIZE")
+    setup.optimizer.state.clear()           # AdamW forgets the gradients that it has seen
+
+
+def take_steps(count, how):
+    """Steps on the batch, from the start -> the ratios (count + 1, M) before each and at the end"""
+    restart()
+    ratios = []
+    for _ in range(count):
+        loss = grpo.loss_of(setup, setup.policy, batch, step.rows, step, how)
+        ratios.append(loss.ratio[mask])
+        loss.total.backward()
+        setup.optimizer.step()
+        setup.optimizer.zero_grad()
+    return torch.stack([*ratios, pull_of(how)[0]])
+
+
+plt.figure(figsize=(7, 3.5))
+for name, how in ("without the clip", no_clip), ("with the clip", cfg):
+    ratios = take_steps(5, how)
+    plt.fill_between(range(6), ratios.amin(1), ratios.amax(1), alpha=0.4, label=name)
+    print(f"{name}: ratios from {ratios[-1].min():.2f} to {ratios[-1].max():.2f}")
+plt.axhspan(1 - cfg.epsilon, 1 + cfg.epsilon, color="black", alpha=0.3, label="1 ± epsilon")
+plt.yscale("log")
+picture("6_passes", "steps on the same rollouts", "from the least ratio to the largest")
 
 # %% [markdown]
-# **Try:** `SIZE` 0.1, 0.5 and 2. Influence is a straight line along a curve. How long does it hold?
+# The clip is no wall. A held token still moves, since it shares weights with others, and AdamW goes
+# on for a while where earlier gradients pointed.
 #
-# ## 9. Which words
-# A rollout's influence is a sum over its tokens of two slopes: `asks`, of its loss by the token's
-# log-prob (negative: make it likelier), times `push`, of that log-prob along the target's gradient
-# (negative: a step down makes it likelier). If the signs agree, both move the token the same way.
+# **Try:** `--learning_rate=5e-5`. How many tokens does the clip hold after one step, and where do
+# the ratios end?
+#
+# ## 7. How far from the reference?
+# The reward counts one letter. Nothing says that sentences stay sentences. So GRPO can hold the
+# policy near the **reference**, the policy before training. At a place in a text their distance is
+# the KL divergence, a sum over all tokens $v$ that could come next:
+#
+# $$\mathrm{KL} = \sum_v \pi(v) \log \frac{\pi(v)}{\pi_\mathrm{ref}(v)}$$
+#
+# It is 0 where both expect the same, and never negative. The sum needs the whole distribution, but
+# a rollout keeps only the log-prob of the token that was drawn. So the KL is estimated from that
+# one token, by $d = \log \pi_\mathrm{ref} - \log \pi$:
+#
+# $$k_1 = -d, \qquad k_2 = d^2 / 2, \qquad k_3 = e^d - d - 1$$
+#
+# The mean of k1 over many draws is the KL. That of k3 is too, since $e^d$ has the mean 1. And k3 is
+# never negative, since $e^d \geq 1 + d$. Here the vocabulary is small, so we can compare them with
+# the sum. The policy has taken three steps, and writes 50 new completions of each prompt.
 
 # %%
-best = int(influence.argmax())
-loss = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
-asks = torch.autograd.grad(loss.policy, loss.logp)[0][best]                     # (T,)
-row = batch.rollout[[best]]
-push = logprob_changes(setup.policy, target, row, cfg.temperature)[0]            # (T,)
-pieces = pieces_of(row, asks * push, setup.tokenizer)
-print(f"the tokens add up to {sum(piece.influence for piece in pieces):.5f}, the influence of "
-      f"rollout {best} is {float(influence[best]):.5f}")
-print(f"asks {asks[0]:+.3f} of each, push", [f"{x:+.3f}" for x in push[push != 0]])
-plt.figure(figsize=(8, 3))
-plt.bar(range(len(pieces)), [piece.influence for piece in pieces], color=colors[best])
-plt.xticks(range(len(pieces)), [piece.text or "(end)" for piece in pieces], rotation=45)
-picture("9_words", f"tokens after {prompts[best // G].text!r}", "influence")
+take_steps(3, cfg)
+many = replace(cfg, num_generations=50)
+fresh = grpo.sample_completions(setup, setup.policy, prompts, many, seed=3).rollout
+drawn = fresh.sampled_mask                                                      # (N, T)
 
-# %% [markdown]
-# **Try:** `influence.argmin()`. Which of its tokens did the harm?
-#
-# ## 10. Learn from the helpful
-# `grpo.py --tracin=self` drops the rollouts of negative influence in every step. Is that a good
-# idea? If the gradients of the target's two halves, the first prompts and the last, have a cosine
-# near 1, the target is signal. Near 0 it is mostly noise, and so is the choice.
+
+@torch.no_grad()
+def exact_kl():
+    """The KL (M,) at each of the M tokens that were drawn: the sum over all V."""
+    logits = [policy.lm_head(completion_states(policy, fresh).h) / cfg.temperature
+              for policy in (setup.policy, setup.reference)]
+    p, q = (x.log_softmax(-1) for x in logits)                                  # (M, V)
+    return (p.exp() * (p - q)).sum(1)
+
+
+exact = exact_kl()
+print(f"exact KL {exact.mean():.4f} nats per token, {len(exact)} tokens")
 
 # %%
-keep, _ = tracin.select(influence, "positive")
-half = (torch.arange(N) < N // 2).float()
-first, last, kept, whole = map(tape.gradient, (half, 1 - half, keep, torch.ones(N)))
-print(f"the cosine of the target's two halves is {cosine(first, last):.2f}")
-print(f"{int(keep.sum())} of {N} rollouts kept: cosine with all {cosine(kept, whole):.2f}")
+logp = fresh.logp[drawn]                                                        # (M,)
+ref_logp = grpo.reference_logprobs(setup, fresh, cfg).detach()[drawn]           # (M,)
+d = torch.linspace(-3, 3, 101)
+plt.figure(figsize=(7, 3.5))
+for name, color in ("k1", "C0"), ("k2", "C1"), ("k3", "C2"):
+    k = grpo.kl_estimate(logp, ref_logp, name)
+    noise = (k - exact).std() / len(k) ** 0.5
+    print(f"{name}: mean {k.mean():.4f} ± {noise:.4f}, of single tokens the standard deviation is "
+          f"{k.std():.3f}; negative {(k < 0).float().mean():.0%}")
+    plt.plot(d, grpo.kl_estimate(-d, torch.zeros(101), name), color=color, label=name)
+    plt.scatter(ref_logp - logp, k, s=8, alpha=0.3, color=color)
+plt.xlim(-1.5, 1.5)
+plt.ylim(-1.5, 2)
+picture("7_kl", "d = log-prob by the reference less log-prob by the policy", "estimate of the KL")
 
 # %% [markdown]
-# Expect no gain here: most of the influence is itself, and dropping so few hardly changes the step.
+# Each dot is a token. Single estimates are far off, and only their mean is worth something. k1 is
+# right on average but has both signs. k2 is not the KL on average; it comes near if both policies
+# are close.
 #
-# **Try:** `python grpo.py config/lesson.py`, and again with `--tracin=self --out_dir=out/by_self`.
-# Compare the rewards. Are the last completions still sentences? A rule of letters is easily served
-# without (reward hacking). `python tracin.py out/by_self` says what it learned from.
-#
-# ## 11. Where did it learn that?
-# Looking back is an **account**. A plain step moves the weights by a sum over rollouts, so it moves
-# the log-prob $f$ of any sentence by a sum of **shares**, `-SIZE`
-# $\langle \nabla L_i, \nabla f \rangle$. With the mean of $\nabla f$ before and after, the sum is
-# nearly exact. Here are two steps on our batch. The sentence is the first completion.
+# GRPO adds beta times k3 to the loss of each token. What does that do? Take a step on this part of
+# the loss alone.
 
 # %%
-SIZE = 0.01
-
-
-def log_prob():
-    return completion_logprobs(setup.policy, rollout[[0]], cfg.temperature).sum()
-
-
-def slope():
-    return dict(zip(setup.trained, torch.autograd.grad(log_prob(), setup.trained)))
-
-
-before = log_prob().item()
-shares = torch.zeros(N)
-steps = []
-for _ in range(2):
-    alone = [gradient_of(row[None]) for row in step.rows]
-    whole = gradient_of(step.rows)
-    first = slope()
-    move(-SIZE, whole)
-    mean = {p: (g + first[p]) / 2 for p, g in slope().items()}
-    shares -= SIZE * torch.stack([inner(gradient, mean) for gradient in alone])
-    steps.append((alone, whole))
-after = log_prob().item()
-print(f"the shares add up to {shares.sum():+.5f}, the log-prob changed by {after - before:+.5f}")
+how = replace(many, beta=1.0)
+batch_kl = grpo.collect(setup, prompts, how, seed=3)
+whole = next(grpo.optimizer_steps(batch_kl, how, seed=1))
+loss = grpo.loss_of(setup, setup.policy, batch_kl, whole.rows, whole, how)
+before = exact_kl().mean()
+setup.optimizer.state.clear()
+loss.kl.backward()
+setup.optimizer.step()
+setup.optimizer.zero_grad()
+print(f"exact KL before a step on the KL alone {before:.4f}, after it {exact_kl().mean():.4f}")
 
 # %% [markdown]
-# **Try:** `SIZE` 0.1, then 1. Why does the sum no longer come out?
+# **Try:** `take_steps(5, no_clip)` in place of `take_steps(3, cfg)`. Which estimate is off most?
 #
-# ## 12. What if it had not?
-# Without rollout $i$ the second step would have begun elsewhere. The derivative of the last $f$ by
-# the rollout's weight knows that. `back` is the derivative by the weights, taken back through a
-# step: less `SIZE` $H$ times itself, where $H$, the Hessian of the loss, is what a small move does
-# to the gradient. Then we leave out each rollout, train again and look.
+# ## 8. A learning curve
+# An iteration samples new rollouts and takes a step on them. That is all there is in `grpo.train`,
+# but for the bookkeeping of a run. We run it twice, without KL and with beta 0.1, each time from
+# the start.
 
 # %%
-NEAR = 0.05
-effects = torch.zeros(N)
-back = slope()
-for alone, whole in reversed(steps):
-    effects -= SIZE * torch.stack([inner(gradient, back) for gradient in alone])
-    move(SIZE, whole)                               # to the weights before the step
-    here = gradient_of(step.rows)
-    move(NEAR, back)
-    there = gradient_of(step.rows)
-    move(-NEAR, back)
-    back = {p: g - SIZE * (there[p] - here[p]) / NEAR for p, g in back.items()}
+ITERATIONS = 20
 
-truth = torch.zeros(N)
-for i in range(N):
-    setup.policy.load_state_dict(start)
-    for _ in range(2):
-        move(-SIZE, gradient_of(step.rows[step.rows != i]))
-    truth[i] = after - log_prob().item()
-print(f"the derivatives are off by {(effects - truth).norm() / truth.norm():.1%}")
-plt.figure(figsize=(5, 3.5))
-plt.scatter(effects, truth, color=colors)
-plt.axline((0, 0), slope=1, color="grey", label="prediction kept")
-picture("12_left_out", "derivative", "log-prob with it less without it")
+
+def learn(how):
+    """Iterations from the start -> mean reward and KL per token before each step (ITERATIONS, 2)"""
+    restart()
+    curve = []
+    for it in range(ITERATIONS):
+        batch = grpo.collect_iteration(setup, it, how)
+        ref_logp = grpo.reference_logprobs(setup, batch.rollout, how).detach()
+        kl = grpo.kl_estimate(batch.rollout.logp, ref_logp, "k3")[batch.loss_mask].mean()
+        curve.append([batch.rewards.mean(), kl])
+        grpo.update(setup, batch, None, how, seed=it)
+    return torch.tensor(curve)
+
+
+# %%
+print("before training:", *map(repr, texts[:3]), sep="\n")
+_, (left, right) = plt.subplots(1, 2, figsize=(9, 3))
+for beta in (0.0, 0.1):
+    curve = learn(replace(cfg, beta=beta))
+    left.plot(curve[:, 0], label=f"beta {beta}")
+    right.plot(curve[:, 1], label=f"beta {beta}")
+    print(f"beta {beta}: reward {curve[:3, 0].mean():.3f} to {curve[-3:, 0].mean():.3f} "
+          f"(means of three iterations), KL {curve[-3:, 1].mean():.3f}")
+    written = grpo.sample_completions(setup, setup.policy, prompts, cfg, seed=2).texts
+    print(*map(repr, written[:3]), sep="\n")
+left.set(xlabel="iteration", ylabel="reward")
+picture("8_curve", "iteration", "KL, nats per token")
 
 # %% [markdown]
-# `python tracin.py out/lesson_run --account=True` does both for a whole run, through AdamW, where
-# shares predict badly: docs/account.md says why.
+# Without the KL the reward is higher, and what it rewards is no language any more. This is **reward
+# hacking**: a rule of letters is easily served without sentences. The KL holds the policy near what
+# it had read, and costs some reward.
+#
+# **Try:** in the last cell (0.0, 1.0) for (0.0, 0.1). What does a large beta leave of the reward?
+#
+# What is left is bookkeeping: `python grpo.py config/lesson.py` trains this world in earnest, and
+# `grpo.py` is written to be read from its first line to its last. Which of the rollouts made it
+# better? `influence.ipynb` goes on here.

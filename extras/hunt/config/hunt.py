@@ -20,6 +20,8 @@ temperature = 0.8
 beta = 0.1
 expect_rise = 0.0
 log_micro = False
+learning_rate = 5e-4
+threads = 0
 
 _WORDS = [group.split() for group in (  # each is one token
     "the my our these", "old little free small new great good big", "men people",
