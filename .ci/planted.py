@@ -318,6 +318,13 @@ MISTAKES = [
         "test_account.py::test_thinning_changes_nothing_on_average",
         ("held-out reward: what is drawn does not count for what is not", "signal / likely, 0.0)",
          "signal, 0.0)")),
+    *of("explain/told.py",
+        "test_story.py::test_what_taught_most_is_named_with_its_part_and_an_example",
+        ("account: an example of other rollouts", "did.masked_fill(~pick, -math.inf)", "did")),
+    *of("explain/told.py",
+        "test_story.py::test_where_shares_cancel_none_of_single_prompts_is_told",
+        ("account: prompts are told where shares cancel",
+         "for text in shown if story.cancelling < CANCELS else ():", "for text in shown:")),
 
     # test_resample.py
     *of("run/metrics.py", "test_resample.py::test_metrics_and_samples_are_of_all_that_was_sampled",

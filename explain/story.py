@@ -87,14 +87,14 @@ def say_cost(folder, cfg, target, since, end, parts, hessian):
         return f"{found / 60:.0f} min" if found >= 90 else f"{found:.0f} s"
 
     sampled = ""
-    cheaper = "--hessian=False"     # of a prediction
+    cheaper = f"--hessian=False, which predicts worse: about {cost(0, False)}"
     fewer = target.rollouts // 4
-    if fewer:
+    if target.is_sampled:
         sampled = f", samples {target.rollouts} held-out completions at each of {points} points"
-        cheaper = f"--held_out={fewer}"
+        cheaper = f"--held_out={fewer}, which doubles the noise: about {cost(fewer, False)}"
     print(f"account: repeats iterations {since + 1} to {end}{sampled}, goes back over {steps} "
-          f"steps: about {cost(target.rollouts, hessian)}, by the run's own times; {cheaper}: "
-          f"about {cost(fewer, False)}, with more noise", flush=True)
+          f"steps: about {cost(target.rollouts, hessian)}, by the run's own times ({cheaper})",
+          flush=True)
 
 
 def far_from_run(setup, target, course, states, folder, path, last):

@@ -5,6 +5,7 @@ import importlib
 import os
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from explain import story
 from explain import told as told_module
 from explain.told import TOO_FAR
+from rollout import Rollout
 from worlds import assert_refused, printed, read_rows, skip_without
 
 explain = importlib.import_module("explain.__main__")
@@ -187,6 +189,45 @@ def test_of_a_reward_nothing_is_predicted(run, monkeypatch):
     text, _ = told(run("plain"))
     assert "without it" not in text
     assert "  share " in text
+
+
+def planted(shares, effects=None, **more):
+    """A Story of one iteration: three rollouts of low reward, made less likely, and five others."""
+    shares = torch.tensor([shares])
+    mask = torch.ones(8, 2, dtype=torch.bool)
+    batch = SimpleNamespace(
+        rewards=torch.tensor([0.0, 0.2, 0.1, 1, 1, 0.9, 1, 1]),
+        row_advantages=torch.tensor([-1.0] * 3 + [1.0] * 5), rollout=Rollout(*[mask] * 7),
+        prompts=[SimpleNamespace(text=f"prompt {i}") for i in range(8)],
+        completions=[f"said {i}" for i in range(8)])
+    known = dict(taken=[SimpleNamespace(it=0, batch=batch)], since=0, rest={}, noise={},
+                 name="held-out reward", values=torch.tensor([0.0, 1.0]), shares=shares,
+                 effects=shares if effects is None else torch.tensor([effects]))
+    return told_module.Story(**dict.fromkeys(told_module.Story._fields) | known | more)
+
+
+def test_what_taught_most_is_named_with_its_part_and_an_example():
+    shares = [0.2, 0.4, 0.3, 0.5, -0.4, 0, 0, 0]
+    effects = [0.1, 0.1, 0.9, 1.0, 1.0, 0, 0, 0]
+    found = planted(shares, effects)
+    text = told_module.taught(found, by_effect=False)
+    assert "3 of 8" in text and "90 %" in text
+    assert "'prompt 1' -> 'said 1'" in text
+    assert "'prompt 2' -> 'said 2'" in told_module.taught(found, by_effect=True)
+    assert any(row[0].startswith("prompt") for row in told_module.gathered(found).rows)
+
+
+def test_where_shares_cancel_none_of_single_prompts_is_told():
+    found = planted([4.0, -3.5, 0.25, 0.25, 0, 0, 0, 0])
+    assert "8.0" in told_module.say_cancelling(found)
+    assert not any(row[0].startswith("prompt") for row in told_module.gathered(found).rows)
+    assert not told_module.say_cancelling(planted([1.0] * 8))
+
+
+def test_the_completions_that_five_percent_would_take_are_said():
+    """A noise of twice that takes four times as many."""
+    found = planted([1.0] + [0.0] * 7, noise={"difference": 0.1}, rollouts=100)
+    assert "400" in " ".join(told_module.warnings(found))
 
 
 def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch):
