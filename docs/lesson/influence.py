@@ -281,8 +281,8 @@ plt.bar(range(N), on_held_out, color=colors)
 picture("i7_held_out", "rollout", "influence on held-out")
 
 # %% [markdown]
-# A rollout that is in both lists teaches something that other prompts need too. One that is only in
-# the first is mostly good for itself. Such a target is what `--tracin_val_prompts=4` takes in a run.
+# A rollout that is in both lists teaches something that other prompts need too. One that is only
+# in the first is mostly good for itself. In a run `--tracin_val_prompts=4` takes such a target.
 #
 # **Try:** `num_generations=6`, as in the batch, and other seeds than 3. How firm is the order?
 #
@@ -480,8 +480,8 @@ plt.xticks(range(N), [f"{r:.2f}" for r in batch.rewards[order]], rotation=90, fo
 picture("i11_account", "reward of the rollout", "share of the rise of R")
 
 # %% [markdown]
-# The sum comes near the true rise. The lowest and the highest rewards gave most of it: to make a bad
-# completion less likely helps as well, and from an average one there is little to learn.
+# The sum comes near the true rise. The lowest and the highest rewards gave most of it: to make a
+# bad completion less likely helps as well, and from an average one there is little to learn.
 #
 # **Try:** forget the baseline: `b = 0`. Then `COUNT = 20`. Then `SIZE = 3`. Which of the three
 # hurts the sum most, and which only makes it noisy? (`R` and its slope are estimates from
