@@ -143,7 +143,7 @@ FAULTS = [
         "Tokens are drawn from softmax(logits / temperature). The trainer asks how likely they "
         "were under softmax(logits), which is another distribution.",
         "simple_GRPO samples at 0.9 and scores at 1; TRL, pull request 3029.",
-        "The run stops: the ratio is not 1, by at most some two nats. With --temperature=1 it "
+        "The run stops: the ratio is not 1, by 0.2 to 2.5 nats. With --temperature=1 it "
         "starts. --debug_step=True shows that trainer and sampler differ a little at every token.",
         left_out_temperature),
     Fault(
