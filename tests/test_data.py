@@ -86,7 +86,7 @@ def test_the_default_comments_are_found_and_missing_ones_say_what_to_install(mon
 def test_splits_depend_on_the_text_alone():
     texts = [f"comment {i}" for i in range(5000)]
     found = [split_of(text) for text in texts]
-    assert found == [split_of(text.upper()) for text in texts]
+    assert found == [split_of(text.upper()) for text in texts], "capitals change a split"
     for name, (low, high) in SPLITS.items():
         assert found.count(name) / 5000 == pytest.approx((high - low) / 100, abs=0.02), name
 

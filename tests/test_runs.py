@@ -529,7 +529,7 @@ def test_other_runs_start_from_the_folder_of_a_run(trained, tiny, noise, run_grp
     after = read_rows(trained / "eval.jsonl")[-1]
     before = read_rows(second / "eval.jsonl")[0]
     said, says = ([row["completion"] for row in rows["samples"]] for rows in (after, before))
-    assert says == said
+    assert says == said, "it does not begin with what the other one said last"
     assert load_policy(load_settings([f"--policy={second}"]))[1].n_vocab == 300
     for judge in ("judge", "eval_judge"):
         assert_refused((judge, str(trained)), load_settings, [f"--{judge}={trained}"])
