@@ -12,7 +12,7 @@ and which words of them. Prints it and writes account.html into the run's folder
     --held_out=N        held-out completions at each step: more are less noise and take longer
     --since=N           the part of the run after N iterations
     --parts=N           looks at N parts of each step, where steps are too large for a straight line
-    --hessian=False     is faster and predicts worse what would be without a rollout
+    --hessian=False     is faster, and does not predict what would be without a rollout
 
 A run that has functions needs its config file, too: RUN CONFIG.py. See docs/account.md.
 

@@ -30,11 +30,10 @@ FLAGS = dict(target="", prompt="", completion="", prompts="", account=False, hel
              parts=1, hessian=True)
 WORST = 3           # completions that are told of with --account=True
 OTHER = 0.1         # of the change that a replay may be off
-# times of the run that an account takes beside the held-out completions; what a prediction and the
-# Hessian in it take more; the part of a rollout's time that a held-out completion takes
+# times of the run that an account takes beside the held-out completions; what a prediction takes
+# more; the part of a rollout's time that a held-out completion takes
 SLOWER = 3
-PREDICTION = 3
-HESSIAN = 2
+PREDICTION = 5
 HELD_OUT = 0.4
 SMOOTH = 0.70       # below it nothing is said of single rollouts left out (docs/account.md)
 # settings that change no training
@@ -71,7 +70,7 @@ def go_to(setup, cfg, folder, since):
 # which sentences
 
 
-def say_cost(folder, cfg, target, since, end, parts, hessian):
+def say_cost(folder, cfg, target, since, end, parts, predicts):
     """Print what the account will cost, by the times that the run itself took, and how to make it
     cheaper."""
     rows = read_rows(f"{folder}/metrics.jsonl") if os.path.exists(f"{folder}/metrics.jsonl") else []
@@ -81,19 +80,19 @@ def say_cost(folder, cfg, target, since, end, parts, hessian):
     per_rollout = seconds / max(1, len(rows)) / (cfg.num_prompts * cfg.num_generations)
     points = steps * parts + 1
 
-    def cost(completions, hessian):
-        slower = SLOWER + HESSIAN * hessian + PREDICTION * (not target.is_sampled)
+    def cost(completions, predicts):
+        slower = SLOWER + PREDICTION * predicts
         found = slower * seconds + HELD_OUT * per_rollout * points * completions
         return f"{found / 60:.0f} min" if found >= 90 else f"{found:.0f} s"
 
     sampled = ""
-    cheaper = f"--hessian=False, which predicts worse: about {cost(0, False)}"
+    cheaper = f"--hessian=False, which predicts nothing: about {cost(0, False)}"
     fewer = target.rollouts // 4
     if target.is_sampled:
         sampled = f", samples {target.rollouts} held-out completions at each of {points} points"
         cheaper = f"--held_out={fewer}, which doubles the noise: about {cost(fewer, False)}"
     print(f"account: repeats iterations {since + 1} to {end}{sampled}, goes back over {steps} "
-          f"steps: about {cost(target.rollouts, hessian)}, by the run's own times ({cheaper})",
+          f"steps: about {cost(target.rollouts, predicts)}, by the run's own times ({cheaper})",
           flush=True)
 
 
@@ -267,9 +266,9 @@ def main(argv):
     check_run(setup, cfg, folder, path, last)
     sentences = sentences_asked(setup, cfg, own)
     target = target_asked(setup, cfg, own, sentences)
-    predicts = not target.is_sampled        # docs/account.md: how far can it be trusted?
-    has_hessian = predicts and own["hessian"] and cfg.loss_type != "cispo"  # its ratio is constant
-    say_cost(folder, cfg, target, since, end, own["parts"], has_hessian)
+    # where a prediction can be trusted: docs/account.md. cispo's ratio is a constant to its Hessian
+    predicts = not target.is_sampled and own["hessian"] and cfg.loss_type != "cispo"
+    say_cost(folder, cfg, target, since, end, own["parts"], predicts)
 
     start = go_to(setup, cfg, folder, since)
     states, taken = replay(setup, cfg, start, since, end, folder)
@@ -279,7 +278,7 @@ def main(argv):
         target = target._replace(batch=taken[0].batch)
     course = follow(target, states, folder, own["parts"])
     note = far_from_run(setup, target, course, states, folder, path, last)
-    found = account(setup, cfg, states, taken, course, folder, has_hessian, predicts=predicts)
+    found = account(setup, cfg, states, taken, course, folder, predicts=predicts)
     smooth = smoothness(setup, cfg, states, taken) if predicts else math.nan
 
     about = f"{folder}, iterations {since + 1} to {end}: {target.about}. {told.ABOUT}"

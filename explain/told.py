@@ -360,12 +360,11 @@ TINT = "part"
 
 
 def say_smooth(smooth, bound):
-    """How far single rollouts can be trusted. smooth: account.smoothness; NaN where nothing is
-    predicted, of a mean of samples."""
+    """How far single rollouts can be trusted. smooth: account.smoothness; NaN: nothing is
+    predicted."""
     if smooth != smooth:
-        return ("What it would be without a rollout is not said: of a reward nothing foretells "
-                "where that is predicted well. The lists are by share, and single shares cancel: "
-                "trust the sums.")
+        return ("What it would be without a rollout is not predicted here (docs/account.md says "
+                "why). The lists are by share, and single shares cancel: trust the sums.")
     if smooth < bound:
         return (f"The run is rough ({smooth:.2f}; 1: smooth, 0: chance): what it would be without "
                 "a rollout cannot be predicted. The lists are by share, and single shares cancel: "

@@ -237,7 +237,7 @@ def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch)
     monkeypatch.setattr(accounts, "free_memory", lambda device: 0)
     assert told(folder, *ASKED, FAST) == in_memory
 
-    def interrupted(*rest):
+    def interrupted(*rest, **how):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(story, "account", interrupted)
