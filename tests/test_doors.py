@@ -102,6 +102,24 @@ def test_choose_picks_the_prompts_and_is_told_their_rewards():
         "these are not the rewards of each prompt's groups, oldest first")
 
 
+def test_groups_of_a_prompt_come_oldest_first_also_by_resample():
+    """A prompt whose first group is replaced comes again in the next round."""
+    calls = []
+
+    def number_of_call(prompts, completions):
+        calls.append(0)
+        rewards = [float(len(calls))] * len(completions)
+        if len(calls) > 1:
+            rewards[::4] = [0.0] * len(rewards[::4])    # these differ, so they are kept
+        return rewards
+
+    cfg = with_function("choose", lambda n: [0] * n, number_of_call, zero_std_groups="resample",
+                        max_resamples=3)
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS[:1], WORDS)
+    collect_iteration(setup, 0, cfg)
+    assert [max(group) for group in setup.seen[0]] == [1.0] * 4 + [2.0] * 4
+
+
 def test_the_examples_of_curricula():
     """The first prefers groups that differ, the second takes what is neither solved nor hopeless,
     the third takes each prompt as often as the others."""
