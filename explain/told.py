@@ -333,11 +333,16 @@ def card(story, setup, cfg, place, words, last):
     return facts, row["prompt"], pieces_of(batch.rollout[[j]], words, setup.tokenizer)
 
 
+def readable(shares):
+    """shares (I, N), 0 in the iterations where they cancel; all, where they do in each."""
+    cancels = shares.abs().sum(1) > CANCELS * shares.sum(1).abs()                   # (I,)
+    return shares if cancels.all() else shares.masked_fill(cancels[:, None], 0)
+
+
 def cards_of(story, setup, cfg, states, directions, by_effect):
     """{heading: [(facts, prompt, Pieces)]} of the rollouts that helped and hurt most: by what the
     number would be without them, or by their shares. directions: S of (W,), of these."""
-    x = story.effects if by_effect else story.shares
-    places = places_of(x)
+    places = places_of(story.effects if by_effect else readable(story.shares))
     words = token_parts(setup, cfg, states, story.taken, directions, sum(places.values(), []))
     end = float(story.values[-1])
 
@@ -393,7 +398,8 @@ def say_cancelling(story):
             "that pull in opposite directions have large shares and move nothing together.")
     if story.cancelling < CANCELS:
         return text
-    return f"{text} So there are none of single prompts and tokens here."
+    return (f"{text} So there are none of single prompts and tokens here, and lists by share leave "
+            "such iterations out.")
 
 
 def lines_of(story, tokens, by_effect):

@@ -222,6 +222,8 @@ def test_where_shares_cancel_none_of_single_prompts_is_told():
     assert "8.0" in told_module.say_cancelling(found)
     assert not any(row[0].startswith("prompt") for row in told_module.gathered(found).rows)
     assert not told_module.say_cancelling(planted([1.0] * 8))
+    shares = torch.tensor([[4.0, -3.5], [1.0, -0.2]])
+    assert told_module.readable(shares).tolist() == [[0, 0], shares[1].tolist()]
 
 
 def test_the_completions_that_five_percent_would_take_are_said():
