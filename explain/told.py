@@ -240,6 +240,12 @@ def gathered(story):
                  lines)
 
 
+def readable(shares):
+    """shares (I, N), 0 in the iterations where they cancel; all, where they do in each."""
+    cancels = shares.abs().sum(1) > CANCELS * shares.sum(1).abs()                   # (I,)
+    return shares if cancels.all() else shares.masked_fill(cancels[:, None], 0)
+
+
 def taught(story, by_effect):
     """Sentences: the rewards and directions that gave most, and a rollout of these that did most,
     by its effect or by its share."""
@@ -254,10 +260,9 @@ def taught(story, by_effect):
     towards = rows.share * math.copysign(1, total)
     (name, how), pick = max(cells.items(), key=lambda cell: float(towards[cell[1]].sum()))
     share = float(rows.share[pick].sum())
-    did = towards
-    if by_effect:
-        iterations = dict.fromkeys(k.it for k in story.taken)
-        did = torch.cat([story.effects[it] for it in iterations]) * math.copysign(1, total)
+    did = story.effects if by_effect else readable(story.shares)
+    iterations = dict.fromkeys(k.it for k in story.taken)
+    did = torch.cat([did[it] for it in iterations]) * math.copysign(1, total)
     first = int(did.masked_fill(~pick, -math.inf).argmax())
     return (f"What taught it most: the {int(pick.sum())} of {len(rows.share)} rollouts with {name} "
             f"and {how}. They gave {share:+.{digits_of(story)}f}, {100 * share / total:.0f} % of "
@@ -331,12 +336,6 @@ def card(story, setup, cfg, place, words, last):
     row = sample_rows(it, batch, cfg)[j]
     facts = facts_of(row, f"share {story.shares[it, j]:+.{digits_of(story) + 1}f}", last)
     return facts, row["prompt"], pieces_of(batch.rollout[[j]], words, setup.tokenizer)
-
-
-def readable(shares):
-    """shares (I, N), 0 in the iterations where they cancel; all, where they do in each."""
-    cancels = shares.abs().sum(1) > CANCELS * shares.sum(1).abs()                   # (I,)
-    return shares if cancels.all() else shares.masked_fill(cancels[:, None], 0)
 
 
 def cards_of(story, setup, cfg, states, directions, by_effect):
