@@ -16,7 +16,7 @@ from common.files import ROOT, read_json
 from data.tokenizer import load_tokenizer
 from extras.hub.export import export
 from extras.hub.families import spelled_out
-from extras.hub.files import INDEX, fetch, load_tensors, save_tensors
+from extras.hub.files import INDEX, Reader, fetch, load_tensors, save_tensors
 from extras.hub.policy import tokenizer_of
 from extras.hub.tokenizer import GGUF_PATTERNS, bpe_core, from_folder
 from model import GPT, GPTConfig
@@ -118,11 +118,24 @@ def test_the_index_says_which_files_are_the_model_and_strays_are_named(stray, tm
     save_tensors(f"{tmp_path}/{stray}", {name: x + 1 for name, x in tensors.items()})
     assert stray in printed(load, tmp_path)
     assert_holds(load(tmp_path), GPT2, tensors)
+    unheld = place | {"transformer.ln_9.weight": max(place.values())}
+    put_index(tmp_path, {"weight_map": unheld})
+    assert_refused("transformer.ln_9.weight", load, tmp_path)
     for content in ({"weight_map": {"a": "../m.safetensors"}}, {}):
         put_index(tmp_path, content)
         assert_refused(INDEX, load, tmp_path)
     os.remove(tmp_path / INDEX)
     assert_refused(INDEX, load, tmp_path)       # nobody can say which one is the model
+
+
+def test_a_tensor_is_read_from_the_shard_that_the_index_names(tmp_path):
+    """An older one of the same name lies in another shard, too."""
+    tensors, place = make_shards(tmp_path, index=True)
+    first, *_, last = sorted(set(place.values()))
+    held = {name: x for name, x in tensors.items() if place[name] == first}
+    older = {name: x - 1 for name, x in tensors.items() if place[name] == last}
+    save_tensors(f"{tmp_path}/{first}", held | older)
+    assert_holds(load(tmp_path), GPT2, tensors)
 
 
 # keys of config.json that mean another computation, each with a value that does
@@ -157,6 +170,7 @@ def test_a_model_that_would_compute_something_else_is_refused_by_its_key(layout,
     ("gpt2", {"n_positions": 64}, "wpe.weight"), ("gpt2", {"n_layer": 1}, "h.1."),
     ("gpt2", {"n_layer": 10 ** 9}, "layers"),
     ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 3}}, "low_freq_factor"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
     ("llama", {"rope_parameters": {"rope_theta": 51.0}}, "rope_theta")])
 def test_a_config_that_does_not_fit_its_tensors_or_itself_is_one_line(
@@ -234,13 +248,16 @@ def test_a_gguf_that_is_another_or_no_whole_model_is_one_line(tmp_path):
         assert_refused((path, name), load, path)
 
 
-def test_a_gguf_that_is_cut_short_or_claims_too_much_is_refused_at_once(tmp_path):
+def test_a_gguf_that_is_cut_short_or_claims_too_much_is_refused_at_once(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA))
     os.truncate(path, 300)
     assert_refused(path, load, path)
     head = b"GGUF" + pack("<IQQ", 3, 0, 1) + pack("<Q", 1) + b"k" + pack("<I", 9)     # an array
     (tmp_path / "m.gguf").write_bytes(head + pack("<IQ", 6, 2 ** 61))   # of 2^61 numbers
     assert_refused(path, load, path)
+    monkeypatch.setattr(Reader, "left", 1000)
+    (tmp_path / "m.gguf").write_bytes(head + pack("<IQ", 6, 2000) + bytes(8000))    # all there
+    assert_refused((path, "too long"), load, path)      # longer than anybody would wait for
 
 
 # ------------------------------------------------------------------------------------------------
@@ -337,6 +354,28 @@ def test_tokens_that_a_folder_adds_are_those_of_tokenizer_json(config, files, tm
     chat = [dict(role="user", content="Hi"), dict(role="system", content="no I'M")]
     assert two.encode_chat(chat, "x") == one.encode_chat(chat, "x")
     assert set(MARKS) <= two.special_tokens_set
+
+
+@pytest.mark.parametrize("config, files", [
+    ({"eos_token": MARKS[2], "additional_special_tokens": MARKS[1:]}, {}),
+    ({"eos_token": None}, {"special_tokens_map": {
+        "eos_token": {"content": MARKS[2]}, "additional_special_tokens": [MARKS[1], MARKS[2]]}})],
+    ids=["config", "map"])
+def test_tokens_that_have_a_name_alone_are_numbered_in_order(config, files, tmp_path):
+    folder = write_two_files(tmp_path, config, **files)
+    if not config["eos_token"]:
+        put(folder, tokenizer_config=dict(tokenizer_class="GPT2Tokenizer"))
+    tokenizer = from_folder(folder)
+    assert tokenizer.end_tokens == (2000,)      # the end token is named first
+    assert tokenizer.encode_marked(MARKS[2] + MARKS[1]) == [2000, 2001]
+    assert set(MARKS) <= tokenizer.special_tokens_set
+
+
+def test_an_added_word_is_one_token_in_every_text_and_an_id_that_is_taken_is_refused(tmp_path):
+    folder = write_two_files(tmp_path, {}, added_tokens={"<mol>": 2007})
+    assert from_folder(folder).encode_ordinary("a<mol>")[-1] == 2007, "it is no special token"
+    put(folder, added_tokens={"a": 2005})
+    assert_refused("'a'", from_folder, folder)
 
 
 @pytest.mark.parametrize("kind", ["GPT2TokenizerFast", "RobertaTokenizer"])
@@ -458,6 +497,8 @@ def test_a_tokenizer_that_is_not_known_here_is_one_line(tmp_path):
     assert_refused("sentencepiece", tokenizer_of, folder)
     config = dict(tokenizer_class="BertTokenizer")
     assert_refused("BertTokenizer", tokenizer_of, write_two_files(folder, config))
+    write_two_files(folder, {}, generation_config=dict(eos_token_id="301"))
+    assert_refused("eos_token_id", tokenizer_of, folder)
 
 
 # ------------------------------------------------------------------------------------------------

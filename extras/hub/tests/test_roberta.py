@@ -70,6 +70,9 @@ REFUSALS = """
 "model_type": "bert" | model_type
 "is_decoder": true | is_decoder
 "hidden_act": "relu" | hidden_act
+"num_attention_heads": 5 | RoBERTa
+"pad_token_id": -1 | RoBERTa
+"layer_norm_eps": "x" | RoBERTa
 "position_embedding_type": "relative_key" | position_embedding_type
 "pad_token_id": 2 | pad_token_id
 "num_hidden_layers": 1 | layer.1
@@ -93,6 +96,8 @@ def test_what_is_no_classifier_is_one_line(tmp_path):
     save_tensors(f"{folder}/model.safetensors", base)
     assert_refused("classifier", load_judge, folder)
     save_tensors(f"{folder}/model.safetensors", tensors)
+    put(folder, vocab=read_json(f"{folder}/vocab.json") | {"a": 999})
+    assert_refused("999", load_judge, folder)
 
 
 def test_one_judge_in_both_roles_is_read_once_and_that_is_said(tmp_path):
