@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import grpo
+import tracin
 from common.files import ROOT
 from common.script import asked_for
 from grpo import collect, collect_iteration, group_advantages, prepare, try_functions, update
-from run.optimizer import make_optimizer
+from run.optimizer import load_state, make_optimizer
 from run.settings import load_settings
 from worlds import (
     WORD_PROMPTS, WORDS, assert_near, assert_refused, gradient, inputs_of, letters, read_rows,
@@ -47,6 +48,10 @@ def prepared(cfg):
 def word_world(cfg):
     """Setup, and a Batch that its policy has sampled."""
     return world(cfg, policy=word_gpt(), prompts=WORD_PROMPTS, tokenizer=WORDS)
+
+
+def parameters(named):
+    return [p for _, p in named]
 
 
 def flat(tensors):
@@ -120,6 +125,14 @@ def test_groups_of_a_prompt_come_oldest_first_also_by_resample():
     assert [max(group) for group in setup.seen[0]] == [1.0] * 4 + [2.0] * 4
 
 
+def test_all_processes_take_the_prompts_that_rank_0_has_chosen(monkeypatch):
+    monkeypatch.setattr("data.prompts.all_gather", lambda mine: [[3, 2, 1, 0], *mine])
+    cfg = with_function("choose", lambda n: [0, 1, 2, 3])
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    found = [prompt.text for prompt in grpo.prompts_of(setup, 0, cfg)]
+    assert found == [prompt.text for prompt in WORD_PROMPTS[::-1]], "each process has its own"
+
+
 def test_the_examples_of_curricula():
     """The first prefers groups that differ, the second takes what is neither solved nor hopeless,
     the third takes each prompt as often as the others."""
@@ -136,6 +149,8 @@ def test_the_examples_of_curricula():
 
 # ------------------------------------------------------------------------------------------------
 # which rollouts
+
+SELF = dict(tracin="self", tracin_select="weigh")
 
 
 def test_weigh_gets_what_it_names():
@@ -159,6 +174,16 @@ def test_weigh_gets_what_it_names():
     (whole,), _ = steps_of(setup, batch, cfg)
     assert seen["own"].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-12)
     assert_near(flat(seen["all"].values()), whole, 1e-6)    # the recording's, and the step's
+
+
+def test_self_influence_is_made_only_where_it_is_named(monkeypatch):
+    def never(recording):
+        raise AssertionError("nobody asked for it")
+
+    monkeypatch.setattr(tracin, "self_influence", never)
+    cfg = with_function("weigh", lambda influence: influence > 0, **SELF)
+    setup, batch = word_world(cfg)
+    update(setup, batch, None, cfg, 3)
 
 
 def test_the_examples_of_weights():
@@ -203,6 +228,24 @@ def test_several_optimizers_step_as_one():
     assert all(moved), "one of the optimizers took no step"
 
 
+@pytest.mark.parametrize("make", [
+    lambda named, rate: torch.optim.AdamW(parameters(named), rate, amsgrad=True),
+    lambda named, rate: torch.optim.SGD(parameters(named), rate, momentum=.9),
+    lambda named, rate: torch.optim.RMSprop(parameters(named), rate)],
+    ids=["AMSGrad", "SGD", "RMSprop"])
+def test_the_moments_of_any_optimizer_come_back(make):
+    cfg = with_function("optimizer", make)
+    setup = prepared(cfg)
+    update(setup, collect(setup, WORD_PROMPTS, cfg, 1), None, cfg, 3)
+    other = prepared(cfg)
+    load_state(other.optimizer, setup.optimizer.state_dict())
+    for p, q in zip(setup.trained, other.trained, strict=True):
+        moments = setup.optimizer.state[p]
+        assert moments and other.optimizer.state[q].keys() == moments.keys()
+        for name, x in moments.items():
+            assert torch.equal(torch.as_tensor(x), torch.as_tensor(other.optimizer.state[q][name]))
+
+
 def test_the_eps_of_adamw_is_a_setting():
     """A large one turns AdamW's first step of equal size into one along the gradient."""
     cfg = words(learning_rate=1.0, adam_eps=100.0)
@@ -221,12 +264,6 @@ def test_tracin_adam_refuses_another_optimizer():
 # ------------------------------------------------------------------------------------------------
 # what a function does wrong
 
-
-def parameters(named):
-    return [p for _, p in named]
-
-
-SELF = dict(tracin="self", tracin_select="weigh")
 WRONG = [       # a function, and what the line names
     ("choose", lambda n: [0] * (n - 1), "num_prompts"),
     ("choose", lambda n: [4] * n, "num_prompts"),
@@ -242,7 +279,9 @@ WRONG = [       # a function, and what the line names
     ("optimizer", lambda named, rate: None, "torch.optim.Optimizer"),
     ("optimizer", lambda named, rate: torch.optim.LBFGS(parameters(named), rate), "LBFGS"),
     ("optimizer", lambda named, rate: torch.optim.SGD(parameters(named)[1:], rate), "wte.weight"),
-    ("optimizer", lambda named, rate: [torch.optim.SGD(parameters(named), rate)] * 2, "2 times")]
+    ("optimizer", lambda named, rate: [torch.optim.SGD(parameters(named), rate)] * 2, "2 times"),
+    ("optimizer", lambda named, rate: torch.optim.SGD(
+        [*parameters(named), torch.nn.Parameter(torch.ones(1))], rate), "named_parameters")]
 
 
 @pytest.mark.parametrize("name, function, named", WRONG)

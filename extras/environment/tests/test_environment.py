@@ -167,7 +167,9 @@ def test_metrics_count_what_the_policy_drew():
     (lambda prompts, transcripts: [{}[text] for text in transcripts], "KeyError"),
     (lambda transcripts: "yes", "'yes'"), (lambda transcripts: transcripts[1:], "transcripts"),
     (lambda transcripts: [3] * len(transcripts), "[3, 3, "),
-    (lambda transcripts, answer: [], "'last'"), (lambda prompts, completions: [], "transcripts")])
+    (lambda transcripts: transcripts.clear() or [], "environment"),
+    (lambda transcripts, answer: [], ("'answer'", "'last'")),
+    (lambda prompts, completions: [], "transcripts")])
 def test_what_an_environment_does_wrong_is_one_line(function, name):
     known = [Prompt(text, ids, row | {"answer": 1}) for text, ids, row in WORD_PROMPTS]
     prompts = [*known, Prompt("last", [1], {"text": "last"})]
