@@ -112,6 +112,16 @@ def test_a_decoder_in_bfloat16_has_the_weights_of_now(shape):
     assert not torch.equal(first.logp, second.logp)
 
 
+def test_an_environment_is_heard():
+    def respond(first, r, rows, t, column):     # writes a token after each fourth one
+        if t == 4:
+            r.tokens[rows, column + 1] = 11
+            r.sampled_mask[rows, t + 1] = False
+
+    found = assert_same_tokens(Decoder(random_gpt()), respond=respond)
+    assert not found.sampled_mask.all()
+
+
 def test_a_critic_is_asked():
     skip_without("critic")
     from extras.critic import ValueHead
@@ -260,3 +270,11 @@ def test_a_step_that_failed_half_way_is_read_again():
     step = OrPlain(failing_after(3)(read_one), read_again, notes.append)
     assert_same_tokens(Decoder(random_gpt(), step))
     assert len(notes) == 1
+
+
+def test_running_out_of_memory_is_no_failure_of_the_compiler():
+    def full(*args):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        OrPlain(full, lambda: 1, None)()
