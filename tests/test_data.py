@@ -1,4 +1,5 @@
 """Comments, prompts, the tokenizer, and the policy that is made of them."""
+import csv
 import functools
 import gzip
 import importlib.util
@@ -59,6 +60,13 @@ def test_a_quote_that_never_closes_swallows_no_rows_but_is_refused_with_its_row(
             (tmp_path / "a.csv").write_text("\n".join(rows) + "\n")
             for read in (load_comments, read_rows):
                 assert_refused(("a.csv", "row 8", "line 9"), read, path)
+
+
+def test_quotes_that_are_written_as_they_must_be_are_read(tmp_path):
+    texts = ['"quoted"', 'a "word', "two\nlines, one comma", '"', '"\n"', '5" wide', ""]
+    with open(tmp_path / "a.csv", "w", newline="") as f:
+        csv.writer(f).writerows([["n", "text"], *enumerate(texts)])
+    assert [row["text"] for row in read_rows(tmp_path / "a.csv")] == texts
 
 
 def test_columns_of_the_comments_may_have_other_names_and_the_file_may_be_packed(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from run import evaluation
-from run.evaluation import evaluate, perplexity_under
+from run.evaluation import evaluate, perplexity_under, rows_at_once
 from run.sampling import sample_completions
 from worlds import WORD_PROMPTS, WORDS, setup_of, shaken, word_gpt, words
 
@@ -53,3 +53,14 @@ def test_a_perplexity_beyond_all_numbers_is_infinite():
     rollout = sample_completions(setup, setup.policy, WORD_PROMPTS, cfg, 1).rollout
     perplexity, _ = perplexity_under(setup.base, rollout, cfg)
     assert perplexity == math.inf, "tokens that are not the likeliest ones have probability 0"
+
+
+def test_many_rows_are_sampled_together_as_far_as_memory_goes():
+    setup, cfg = world_of()
+    cfg.n_layer = 2
+    cfg.n_embd = 32
+    many = rows_at_once(setup, cfg)
+    cfg.n_layer = 8
+    assert evaluation.AT_ONCE < rows_at_once(setup, cfg) < many
+    cfg.n_embd = 10 ** 6
+    assert rows_at_once(setup, cfg) == evaluation.AT_ONCE

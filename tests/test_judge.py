@@ -145,6 +145,18 @@ def test_a_reward_that_returns_something_else_is_named():
         assert_refused("reward 'r'", score, {"r": lambda completions: values}, ASKED, ANSWERS)
 
 
+def test_a_judge_that_runs_out_of_memory_is_called_once_and_blames_no_reward():
+    calls = []
+
+    def judge(completions):
+        calls.append(completions)
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        score({"judge": judge}, ASKED, ANSWERS)
+    assert calls == [ANSWERS], "it is asked again, for an example to blame"
+
+
 def test_a_reward_may_do_as_it_likes(tmp_path):
     def careless(completions):
         completions.reverse()

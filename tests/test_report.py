@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from common.supervised import Progress
 from grpo import Loss
 from run import report
 from run.flags import problems, problems_of_evaluation
@@ -89,6 +90,20 @@ def test_the_line_of_an_iteration():
     assert "-0.0133" in line(entropy_loss=-0.001), "the policy's part holds the bonus"
     assert "12.5" in line(Settings(functions={"environment": None})), "the environment's share"
     assert "1.50" in line(**{"tools/call_frequency": 1.5})
+
+
+def test_progress_is_a_line_every_ten_seconds(clock):
+    """Of 500 steps, 100 were done before."""
+    def steps():
+        progress = Progress("policy", "step", 500, start=100)
+        for done in range(101, 121):
+            clock.time += 1
+            if progress.is_due():
+                progress.show(done, "loss 4.421, ")
+
+    said = printed(steps)
+    assert said.count("\n") == 1 and said.startswith("policy: ")
+    assert numbers_in(said) == ["111", "500", "4.421", "389"]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -187,6 +187,27 @@ def test_wandb_gets_the_metrics_until_it_fails(run_grpo, tmp_path, monkeypatch):
     assert columns(text), "the run did not come to its end"
 
 
+def test_a_wandb_that_cannot_finish_is_a_note(run_grpo, tmp_path, monkeypatch):
+    def fails():
+        raise ConnectionError("unreachable")
+
+    wandb = ModuleType("wandb")
+    wandb.init = wandb.log = lambda *args, **more: None
+    wandb.finish = fails
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    text = run_grpo(tmp_path, "--wandb_project=toys", "--max_iters=1")
+    assert re.search("^note: wandb.finish", text, re.M), "nothing says that it failed"
+    assert columns(text) and checkpoint_of(tmp_path)["iteration"] == 1
+
+
+def test_a_run_whose_reward_rises_as_expected_works(run_grpo, tmp_path):
+    rises = tmp_path / "rises.py"
+    rises.write_text("def reward(completions): return list(map(len, completions))")
+    text = run_grpo(tmp_path / "run", rises, "--judge=None", "--eval_judge=None", "--max_iters=4",
+                    "--learning_rate=1e-2", "--expect_rise=0.1")
+    assert "verdict: works" in text
+
+
 # ------------------------------------------------------------------------------------------------
 # nothing of anybody's is lost
 
@@ -533,3 +554,10 @@ def test_other_runs_start_from_the_folder_of_a_run(trained, tiny, noise, run_grp
     assert load_policy(load_settings([f"--policy={second}"]))[1].n_vocab == 300
     for judge in ("judge", "eval_judge"):
         assert_refused((judge, str(trained)), load_settings, [f"--{judge}={trained}"])
+
+
+def test_a_policy_with_a_part_that_is_not_here_is_one_line(copy, monkeypatch):
+    settings = checkpoint_of(copy)["settings"]
+    rewrite_checkpoint(copy, settings=settings | {"lora_rank": 2})
+    monkeypatch.setattr(sys.modules["run.check"], "ROOT", str(copy))
+    assert_refused(("lora_rank", "extras/lora"), load_run, str(copy))
