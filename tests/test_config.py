@@ -6,6 +6,7 @@ import sys
 import typing
 
 import pytest
+import torch
 
 from common.files import ROOT
 from run.check import ABOVE_0, AT_LEAST, AT_MOST, BELOW_1, PATHS
@@ -191,6 +192,33 @@ def test_files_build_on_each_other_and_functions_are_rewards(write, monkeypatch,
                   + CONSTANT.replace("reward", "length").format(3), "three.py")
     cfg = load_settings([three])
     assert [cfg.functions[name]([], [""]) for name in cfg.reward_funcs] == [[3], [1]]
+
+
+def test_what_a_config_file_imports_is_no_reward(write):
+    text = "from math import sqrt\nfrom random import *\nimport torch\n_n = 0.25\nbeta = sqrt(_n)\n"
+    cfg = load_settings([write(text + CONSTANT.format(1))])
+    assert (cfg.beta, list(cfg.functions)) == (0.5, ["reward"])
+
+
+def test_what_a_users_code_does_ends_with_it(write):
+    """To torch; and a panic of a package in Rust, which is no Exception, is an error."""
+    for spoil in ("torch.set_default_device('meta')", "torch.set_default_dtype(torch.float64)",
+                  "torch.set_grad_enabled(False)"):
+        code = f"import torch\n{spoil}\ndef texts(n, seed):\n    {spoil}\n    return []\n"
+        load_settings([write(code)]).functions["texts"](1, 2)
+        x = torch.zeros(1)
+        assert x.device.type == "cpu" and x.dtype == torch.float32 and torch.is_grad_enabled()
+    for error in ("_Panic('slice index')", "KeyError('x')"):
+        cfg = load_settings([write("_Panic = type('PanicException', (BaseException,), {})\n"
+                                   f"def texts(n, seed):\n    raise {error}\n")])
+        assert_refused("texts", cfg.functions["texts"], 1, 2)
+
+
+def test_a_bundled_file_is_found_by_its_old_name():
+    """Runs and copied config files of older versions name it in weights/."""
+    cfg = load_settings(["--policy=weights/policy.pt", "--judge=weights/judge.pt"])
+    assert (cfg.policy, cfg.judge) == ("data/policy.pt", "data/judge.pt")
+    assert load_settings(["--policy=weights/mine.pt"]).policy == "weights/mine.pt"
 
 
 ANSWERED = "def environment(prompts, transcripts): pass"

@@ -18,7 +18,7 @@ from data.prompts import draw_prompts, load_prompts
 from data.tokenizer import load_tokenizer
 from judge.train import named_judges
 from run.policy import load_policy
-from run.pretraining import get_policy
+from run.pretraining import BATCH_SIZE, get_policy, text_starts, windows
 from run.settings import load_settings
 from worlds import WORDS, assert_refused, printed, write_rows
 
@@ -276,6 +276,24 @@ def test_a_policy_is_made_once_of_the_same_texts(made_up):
         cfg = made_up(*change)
         get_policy(cfg, get_splits(cfg), CPU)
         assert len(os.listdir(cfg.cache_dir)) == policies, "a policy for each choice of texts"
+
+
+def test_texts_that_are_none_are_one_line(made_up):
+    for old, new in (("return [f", "return 3, [f"), ("in range(n)]", "in range(3)]")):
+        cfg = made_up(old, new)
+        assert_refused("texts", get_policy, cfg, get_splits(cfg), CPU)
+
+
+def test_windows_begin_where_a_text_does_or_anywhere():
+    stream = torch.tensor([int(token) for token in "155925935559459"])      # 9 ends a text
+    starts = text_starts(stream, 4, 9)
+    assert starts.tolist() == [0, 4, 7], "the window of the last text would not end"
+    found = windows(stream, starts, 0, 4, seed=1)
+    assert found.shape == (BATCH_SIZE, 5)
+    assert set(found[:, 0].tolist()) == {1, 2, 3}
+    half = windows(stream, starts, 24, 4, seed=1)
+    assert 5 in half[:24, 0], "these may begin anywhere"
+    assert torch.equal(half[24:], found[24:])
 
 
 def test_the_weights_of_the_project(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ reads.
 """
 import errno
 import io
+import math
 import os
 import signal
 import subprocess
@@ -12,14 +13,15 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import common.device
 from common.device import free_memory, machine, pick_device, pick_dtype
 from common.files import (
-    ROOT, load_file, read_log, read_rows, replacing, save_file)
+    ROOT, load_file, read_log, read_rows, replacing, save_file, write_json)
 from common.script import BadInput, hash_of, interrupts, run_script
-from common.supervised import fit, trapezoid
+from common.supervised import fit
 from data.weights import load_gpt, save_gpt
 from run.pretraining import optimizers
 from run.settings import Settings
@@ -81,6 +83,14 @@ def test_a_policy_comes_back_in_float32_and_its_half_made_files_go(tmp_path):
     assert all(x.dtype == torch.float32 for x in back.state_dict().values())
     assert hash_of(back) == hash_of(model.float())
     assert back.lm_head.weight is back.wte.weight
+
+
+def test_a_planted_link_is_not_written_through(tmp_path):
+    path = tmp_path / "config.json"
+    (tmp_path / "notes").write_text("years of work")
+    os.symlink(tmp_path / "notes", f"{path}.{os.getpid()}.tmp")     # the name to be renamed
+    write_json(str(path), {})
+    assert (tmp_path / "notes").read_text() == "years of work" and not path.is_symlink()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -193,10 +203,22 @@ def test_moments_of_another_shape_in_a_partial_file_are_refused(tmp_path):
     assert_refused("partial.pt", train, f"{tmp_path}/partial.pt")
 
 
-def test_the_rate_of_a_fit_goes_up_stays_and_goes_down():
-    """Up over the first 2 % of the steps, down over the last half."""
-    found = [trapezoid(step, 100) for step in range(100)]
-    assert found == pytest.approx([0.5] + [1.0] * 50 + [(49 - i) / 50 for i in range(49)])
+def test_the_rates_of_a_fit_go_up_stay_and_go_down(tmp_path):
+    """Up over the first 2 % of the steps, down over the last half; each group's from its own."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([
+        dict(params=[model.weight], lr=0.1), dict(params=[model.bias], lr=0.02)])
+    scales = [0.5] + [1.0] * 50 + [(49 - i) / 50 for i in range(49)]
+
+    def loss_at(step):
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == pytest.approx([0.1 * scales[step], 0.02 * scales[step]])
+        return model(torch.ones(2)).square().sum()
+
+    fit(model, [optimizer], loss_at, 100, f"{tmp_path}/p", "test")
+    with pytest.raises(SystemExit, match="test.* nan"):
+        fit(model, [optimizer], lambda step: math.nan * model.bias.sum(), 2, f"{tmp_path}/p",
+            "test")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -295,6 +317,16 @@ def test_the_first_signal_asks_and_the_second_interrupts(capfd):
             assert capfd.readouterr().err.startswith("interrupted: ")
             signal.raise_signal(number)
         assert signal.getsignal(number) == before
+
+
+def test_a_command_under_nohup_hears_no_hangup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupts() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 SCRIPT = """

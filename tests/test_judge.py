@@ -15,7 +15,7 @@ from data.tokenizer import load_tokenizer
 from judge import load_judge, reward_functions
 from judge.rewards import score, try_rewards
 from judge.scorer import SAYS_NOTHING, Scorer, encode, logits_of, pad_right
-from judge.train import auc, even_lengths
+from judge.train import auc, even_lengths, length_batches, train_judge
 from model import GPTConfig
 from data.weights import save_gpt
 from run.settings import load_settings
@@ -71,6 +71,24 @@ def test_encode_puts_the_class_token_first_cleans_and_cuts():
 def test_auc_counts_pairs_and_equal_scores_half():
     scores = torch.tensor([1.0, 2.0, 2.0, 3.0])
     assert auc(scores, torch.tensor([False, False, True, True])) == 3.5 / 4
+    scores = torch.arange(200_000.0)        # all pairs are 10 ** 10
+    assert auc(scores, scores >= 100_000) == 1
+
+
+def test_length_batches_hold_every_row_once_and_pad_little():
+    lengths = [1 + i * i % 37 for i in range(1000)]
+    rows = [[0] * n for n in lengths]
+    batches = length_batches(rows, 8, seed=1)
+    assert sorted(sum(batches, [])) == list(range(1000)) and max(map(len, batches)) == 8
+    assert batches == length_batches(rows, 8, seed=1) != length_batches(rows, 8, seed=2)
+    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+    assert padded < 1.1 * sum(lengths)
+
+
+def test_comments_that_cannot_teach_a_judge_are_refused():
+    clean, toxic = ("a cat", 0.0), ("grumble", 1.0)
+    for comments, held_out in (([clean, toxic], [clean]), ([], [clean, toxic])):
+        assert_refused("judge_a", train_judge, "judge.pt", "judge_a", comments, held_out, 1, CPU)
 
 
 def test_clean_comments_are_cut_to_the_lengths_of_toxic_ones():

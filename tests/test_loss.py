@@ -10,7 +10,7 @@ import typing
 import pytest
 import torch
 
-from grpo import decoupled_advantages, group_advantages, total_reward
+from grpo import decoupled_advantages, group_advantages, kl_estimate, total_reward
 from run.settings import Settings
 from worlds import assert_near, generator_of, gradient, loss_of_rows
 
@@ -300,6 +300,12 @@ def mean_over_completions(tables, **knobs):
         in_loss = in_loss + weight * loss.kl
         in_log += weight * loss.kl_by_token.sum()
     return in_loss, in_log
+
+
+def test_k3_is_never_negative_and_keeps_its_digits_near_zero():
+    k3 = kl_estimate(torch.zeros(7), torch.tensor([-8.0, -1, -1e-4, 0, 1e-4, 1, 8]), "k3")
+    assert (k3 >= 0).all() and k3[3] == 0
+    assert k3[4] == pytest.approx(5e-9, rel=.05)
 
 
 @pytest.mark.parametrize("moved", (0.0, 0.7))

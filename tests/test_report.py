@@ -10,7 +10,7 @@ import torch
 from common.supervised import Progress
 from grpo import Loss
 from run import report
-from run.flags import problems, problems_of_evaluation
+from run.flags import notes, problems, problems_of_evaluation
 from run.report import StepLog, print_iteration, print_verdict, print_warnings
 from run.run import Run
 from run.settings import Settings
@@ -117,6 +117,16 @@ def test_a_verdict_knows_that_a_clip_is_on():
         metrics = [{name: share}, {name: None}]
         assert ("clip" in refusal(print_verdict, rows, cfg, metrics)) == (
             share > 0 and "clip" in name), "it blames the clip, or does not, without reason"
+
+
+def test_a_verdict_is_of_the_rewards_that_count():
+    """One of weight 0 has no part in it, whatever it says."""
+    cfg = Settings(reward_funcs=("a", "watched"), reward_weights=(2.0, 0.0), expect_rise=0.3)
+    for watched in (math.nan, 1e9, -1e9):
+        rows = [{"rewards/a": 0.1, "rewards/watched": 0.0},
+                {"rewards/a": 0.3, "rewards/watched": watched}]
+        assert "verdict" in printed(print_verdict, rows, cfg)
+    refusal(print_verdict, rows[::-1], cfg)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -289,6 +299,12 @@ def test_two_kls_are_compared_only_where_they_are_alike(change):
     assert math.isnan(run.logged_kl())
     run.kls.append(0.2)
     assert math.isnan(run.logged_kl()) if change else run.logged_kl() == 0.4
+
+
+def test_an_iteration_that_takes_several_times_the_median_is_noted():
+    for seconds, earlier, kinds in ((9.0, [30.0, 1.0, 2.0, 2.0], ["slow"]), (9.0, [1.0] * 3, []),
+                                    (2.0, [1.0] * 9, [])):
+        assert [kind for kind, _ in notes(GOOD | {"step_time": seconds}, earlier)] == kinds
 
 
 def test_a_warning_comes_back_after_ten_iterations_and_a_note_on_the_loss_never():

@@ -22,6 +22,7 @@ import torch
 
 import evaluate
 import grpo
+import model
 from common.files import load_file, read_json, save_file
 from data.weights import load_gpt
 from run.checkpoint import LOGS, newest_checkpoint
@@ -208,6 +209,40 @@ def test_a_run_whose_reward_rises_as_expected_works(run_grpo, tmp_path):
     assert "verdict: works" in text
 
 
+def test_a_wandb_that_cannot_begin_is_a_note(run_grpo, tmp_path, monkeypatch):
+    """As without a key."""
+    def init(**about):
+        raise SystemExit("no key")
+
+    wandb = ModuleType("wandb")
+    wandb.init = init
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    text = run_grpo(tmp_path, "--wandb_project=toys", "--max_iters=1")
+    assert "wandb.init" in text and columns(text), "the run did not come to its end"
+
+
+def test_neither_recomputed_blocks_nor_deterministic_algorithms_change_a_run(
+        run_grpo, tmp_path, monkeypatch):
+    """torch refuses operations that it knows no deterministic form of."""
+    flags = ("--tracin=reward", "--beta=0.1", "--max_iters=2")
+    run_grpo(tmp_path / "plain", *flags)
+    calls = []
+    checkpoint = model.checkpoint
+    monkeypatch.setattr(model, "checkpoint", lambda *given, **how: (
+        calls.append(1), checkpoint(*given, **how))[1])
+    torch.use_deterministic_algorithms(True)
+    try:
+        run_grpo(tmp_path / "fixed", *flags, "--activation_checkpointing=True")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert calls, "activation_checkpointing does nothing"
+    assert_same_run(tmp_path / "plain", tmp_path / "fixed")
+
+
+def test_expect_rise_ends_a_run_with_a_verdict(copy, go_on):
+    assert "verdict" in refusal(go_on, "--expect_rise=1000")
+
+
 # ------------------------------------------------------------------------------------------------
 # nothing of anybody's is lost
 
@@ -265,6 +300,32 @@ def test_who_obeys_the_advice_about_a_link_loses_nothing(copy, whole, tmp_path, 
     subprocess.run(command.replace("F", "samples.jsonl"), shell=True, check=True, cwd=copy)
     go_on()
     assert_same_run(whole, copy)
+
+
+def test_files_of_the_user_that_look_like_checkpoints_are_kept(run_grpo, tmp_path):
+    """Links, folders, unfinished files. Of its own a run keeps as many as keep_checkpoints says."""
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    run = tmp_path / "run"
+    run_grpo(run, "--max_iters=1", "--save_interval=1")
+    (run / "ckpt_000000.pt").unlink()
+    for number in (0, 9):
+        (run / f"ckpt_00000{number}.pt").symlink_to(mine)
+    (run / "ckpt_000008.pt").mkdir()
+    (run / "ckpt_best.tmp").write_text("mine")
+    for keep, its, left in ((0, 5, "01234589"), (3, 6, "045689")):
+        run_grpo(run, "--save_interval=1", "--resume=True", f"--keep_checkpoints={keep}",
+                 f"--max_iters={its}")
+        assert "".join(sorted(path.name[10] for path in run.glob("ckpt_0*.pt"))) == left
+    assert mine.read_text() == (run / "ckpt_best.tmp").read_text() == "mine"
+
+    # half a checkpoint is removed, a folder of that name is not
+    notes = run / "ckpt_000007.pt.1.tmp" / "notes"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    with pytest.raises(OSError, match="directory"):
+        run_grpo(run, "--save_interval=1", "--resume=True", "--max_iters=7")
+    assert notes.read_text() == "mine"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -448,6 +509,35 @@ def test_settings_that_do_not_fit_the_checkpoint_are_refused(copy, tiny, noise, 
     assert snapshot(copy) == before
 
 
+def test_settings_in_a_checkpoint_are_read_with_care(copy):
+    """Of another type or another version, and with a part that is not here."""
+    content = checkpoint_of(copy)
+    settings = content["settings"]
+    for change in (dict(policy=None), dict(policy=3), dict(vocab_size=[300]), dict(lora_rank="2"),
+                   dict(critic=7)):
+        rewrite_checkpoint(copy, settings=settings | change)
+        assert_refused([*change], load_run, str(copy))
+    rewrite_checkpoint(copy, settings=settings | {"speed": 1})
+    policy, _ = load_run(str(copy))
+    assert bits(dict(policy.state_dict())) == bits(dict(content["policy"]))
+
+
+def test_a_run_goes_on_with_other_settings_of_reference_and_target(run_grpo, tmp_path):
+    """They are said. The reference begins as the base; no average holds another target."""
+    flags = ("--beta=0.1", "--save_interval=1", "--tracin_target_ema=0.5")
+    moving = (*flags, "--tracin=advantage", "--max_iters=2", "--ref_model_sync_steps=2")
+    run_grpo(tmp_path / "late", *flags, "--tracin=reward", "--max_iters=1")
+    base = load_file(str(tmp_path / "late/ckpt_000000.pt"), "run")["policy"]
+    text = run_grpo(tmp_path / "late", *moving, "--resume=True")
+    assert "ref_model_sync_steps: 0 -> 2" in text
+    ages = [row["tracin/target_age"] for row in read_rows(tmp_path / "late/metrics.jsonl")]
+    assert ages == [1, 1], "the average holds gradients of the target before"
+    last = checkpoint_of(tmp_path / "late")
+    for name, x in last["reference"].items():
+        expected = 0.4 * base[name] + 0.6 * last["policy"][name]     # as ref_model_mixup_alpha says
+        assert_near(x, expected, what=f"the reference's {name}")
+
+
 def test_a_checkpoint_never_holds_what_is_not_finite(run_grpo, tmp_path, monkeypatch):
     update = grpo.update
 
@@ -500,6 +590,14 @@ def test_bad_settings_are_found_before_anything_is_trained(fresh, tiny, monkeypa
     assert snapshot(tiny.cache) == before
 
 
+def test_a_faulty_function_is_found_before_anything_is_trained(fresh, tmp_path):
+    config = tmp_path / "config.py"
+    for text, name in (("def reward(completions): return 3", "reward"),
+                       ("tracin = 'target'\ndef target(batch): return 3.0", "target")):
+        config.write_text(text)
+        assert_refused(name, fresh, str(config))
+
+
 # ------------------------------------------------------------------------------------------------
 # evaluate.py measures what was trained
 
@@ -537,11 +635,11 @@ def test_looking_at_a_run_never_trains(copy, noise, tmp_path):
 
 def test_other_runs_start_from_the_folder_of_a_run(trained, tiny, noise, run_grpo, tmp_path):
     """With what it said last, by a plain model: adapters are merged, a critic stays behind."""
-    model, _ = load_run(str(trained))
+    last, _ = load_run(str(trained))
     policy, tokenizer = load_policy(load_settings([f"--policy={trained}"]))
     idx = random_ids(2, 9, 300)
     with torch.no_grad():
-        assert_near(policy.lm_head(policy(idx)), model.lm_head(model(idx)))
+        assert_near(policy.lm_head(policy(idx)), last.lm_head(last(idx)))
     assert policy.state_dict().keys() == load_gpt(tiny.policy).state_dict().keys()
     assert tokenizer.n_vocab == 300
 

@@ -369,3 +369,11 @@ def test_check_exact_tells_a_sum_over_rows():
         assert "two rows" in refusal(check_exact, model, loss, some)
     x[2] = torch.nan
     assert "row 2" in refusal(check_exact, model, lambda x: model(x).sum(), x)
+
+
+def test_check_exact_of_tokens_in_a_line():
+    """Rows in a list, of unlike lengths; the first has no token."""
+    model, rows = two_layers(), [noise(n, 5) for n in (0, 3, 2)]
+    flat = {model: torch.tensor([1, 1, 1, 2, 2])}
+    check_exact(model, lambda some: model(torch.cat(some)).sin().sum(), rows, flat)
+    refusal(check_exact, model, lambda some: model(torch.cat(some)).mean(), rows, flat)

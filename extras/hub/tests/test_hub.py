@@ -488,6 +488,8 @@ def test_a_tokenizer_that_is_not_known_here_is_one_line(tmp_path):
     assert_refused("deepseek", tokenizer_of, gguf_tokenizer(tmp_path / "m.gguf", "deepseek"))
     folder = write_chat(tmp_path, eos_token=None)
     assert_refused("end token", tokenizer_of, folder)
+    put(folder, generation_config=dict(eos_token_id="301"))     # text, where a number is meant
+    assert_refused("eos_token_id", tokenizer_of, folder)
     content = read_json(f"{folder}/tokenizer.json")
     content["model"]["continuing_subword_prefix"] = "##"        # the package panics
     put(folder, tokenizer=content)
