@@ -174,11 +174,24 @@ def test_later_passes_weigh_the_rows_as_the_first(how, loss_type, normalizer):
         agree(step, (share * factor) @ g, "a step")
 
 
+@pytest.mark.parametrize("target", ("self", "reward"))
+def test_all_rows_kept_are_plain_grpo(target):
+    """In passes, mini-batches and micro-batches, with a KL."""
+    found = []
+    for more in ({}, dict(tracin=target, tracin_select="all")):
+        cfg = cfg_of(num_iterations=2, mini_batch_size=8, micro_batch_size=4, beta=.1, **more)
+        setup, batch = world_of(cfg)
+        found.append(steps_of(setup, batch, cfg)[0])
+    assert len(found[0]) == len(found[1]) == 4
+    for plain, kept in zip(*found):
+        agree(kept, plain, "a step that keeps all rows")
+
+
 def test_nothing_selected_is_no_step():
     knobs = dict(tracin="self", tracin_select="top", tracin_fraction=0.0, num_iterations=2)
     cfg = cfg_of(**knobs)
     steps, m = steps_of(*world_of(cfg), cfg)
-    assert not steps and m["num_steps"] == 0
+    assert not steps and m["num_steps"] == 0 < m["tracin/empty_steps"]
     cfg = cfg_of(**knobs, beta=.1)          # the KL is learned from all rows all the same
     setup, batch = world_of(cfg)
     rest = rest_gradient(setup, batch, cfg)
@@ -343,8 +356,6 @@ def test_controls_keep_as_many_as_positive_does():
     assert (drawn.sum(1) == 3).all() and (drawn.sum(0) > 10).all(), "it has favourites"
 
 
-
-
 def test_what_a_function_does_to_its_batch_stays_there():
     """Columns, texts and rewards. Rows of one prompt are one object."""
     seen = []
@@ -378,6 +389,14 @@ def swapped(scores):
     return scores
 
 
+def apart(scores):
+    """The best is better, the worst worse; with weights from 1 to 2 the sum is as it was."""
+    pair = [int(scores.argmax()), int(scores.argmin())]
+    change = torch.stack([scores.max(), -scores.max()]) / torch.linspace(1, 2, len(scores))[pair]
+    scores[pair] += .1 * change.to(scores)
+    return scores
+
+
 def times(factor, gradient):
     return {p: factor * g for p, g in gradient.items()}
 
@@ -385,6 +404,7 @@ def times(factor, gradient):
 # mistake: (owner, function, its result -> another result)
 MISTAKES = {
     "another's score of the same sign": (tracin.Recording, "scores", swapped),
+    "scores whose errors cancel": (tracin.Recording, "scores", apart),
     "less is learned": (tracin.Recording, "policy_gradient", lambda g: times(.99, g)),
     "what is learned is not a number": (
         tracin.Recording, "policy_gradient", lambda g: times(NAN, g)),

@@ -102,11 +102,26 @@ def test_sums_that_are_equal_but_for_rounding_teach_nothing(weights, scores):
         assert not group_advantages(total, len(rows)).any()
 
 
+def test_decimal_weights_and_scores_as_exact_fractions():
+    """Groups of two of random decimals: the advantages are 0 where the sums are equal as fractions,
+    and there alone."""
+    random = generator_of(9)
+    equal = 0
+    for _ in range(1000):
+        weights = torch.randint(1, 8, (3,), generator=random).tolist()
+        scores = torch.randint(0, 6, (2, 3), generator=random).tolist()
+        first, second = (sum(w * x for w, x in zip(weights, row)) for row in scores)
+        total = total_reward(torch.tensor(scores, dtype=torch.float64) / 10,
+                             [w / 10 for w in weights], 2)
+        assert group_advantages(total, 2).any() == (first != second)
+        equal += first == second
+    assert equal > 10
+
+
 def test_a_large_number_that_all_rewards_have_in_common_hides_nothing():
     rewards = torch.arange(1.0, 5).double()
     far = total_reward(1e8 + rewards[:, None], (1.0,), 4)
     assert_near(group_advantages(far, 4), group_advantages(rewards, 4))
-
 
 
 # ------------------------------------------------------------------------------------------------
@@ -256,7 +271,8 @@ def test_nothing_reads_what_stands_under_the_mask(loss_type, level):
 @every_level
 @every_loss
 def test_no_log_ratio_overflows(loss_type, level):
-    """Of policy to sampler, and of reference to policy, in float32."""
+    """Of policy to sampler, and of reference to policy, in float32. A clip takes a token out as
+    ever, and one that is to become less likely still does."""
     on = torch.ones(1, 2, dtype=torch.bool)
     high = 2.0 if loss_type == "cispo" else None
     for now, before, ref in ((-1.0, -150.0, -1.0), (-150.0, -1.0, -1.0), (-150.0, -150.0, -1.0)):
@@ -265,8 +281,13 @@ def test_no_log_ratio_overflows(loss_type, level):
             loss = loss_of_rows(
                 logp, torch.full((1, 2), before), torch.tensor([A]), on, torch.full((1, 2), ref),
                 loss_type=loss_type, importance_sampling_level=level, beta=0.1, epsilon_high=high)
+            slope, = torch.autograd.grad(loss.policy, logp, retain_graph=True)
             assert loss.total.isfinite() and gradient(loss.total, [logp]).isfinite().all(), (
                 f"log-probs {now}, {before}, {ref} and the advantage {A} give no finite gradient")
+            if A == 0 or (now > before and A > 0 and loss_type not in ("cispo", "sapo")):
+                assert not slope.any(), "a token that is clipped, or has no advantage, moves"
+            if now > before and A < 0 and loss_type != "sapo":
+                assert (slope > 0).all(), "a token that should become less likely does not"
 
 
 

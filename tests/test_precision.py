@@ -3,6 +3,7 @@ import pytest
 import torch
 
 import run.evaluation
+from explain import target
 from explain import words as of_words
 from grpo import collect, update
 from rollout import completion_logprobs, generate
@@ -74,8 +75,14 @@ def changes_of_words(setup, rollout, cfg):
     of_words.logprob_changes(setup.policy, target_gradient, rollout, 1.0)
 
 
+def slope_of_account(setup, rollout, cfg):
+    held_out = target.HeldOut("reward", setup, cfg, {}, [], [], 1)
+    rows = torch.arange(len(rollout.ended))
+    held_out.slope_of(rollout, torch.ones(len(rows)), rows)
+
+
 @pytest.mark.parametrize("module, call", [
-    (run.evaluation, perplexity), (of_words, changes_of_words)])
+    (run.evaluation, perplexity), (of_words, changes_of_words), (target, slope_of_account)])
 def test_what_is_called_float32_is_not_tf32(tf32, half, monkeypatch, module, call):
     """Forward and backward, which another hook sees."""
     setup, cfg = half

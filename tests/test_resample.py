@@ -140,9 +140,25 @@ def test_metrics_and_samples_are_of_all_that_was_sampled(knobs):
     assert rollout_toxicity(batch, setup) == {}, "that is the judge of the reward"
 
 
+def test_dropped_groups_are_marked_in_the_samples():
+    setup, cfg = setup_and_cfg(zero_std_groups="drop")
+    batch = grpo.collect_iteration(setup, 0, cfg)
+    rows = sample_rows(0, batch, cfg)
+    assert {row["prompt"] in DULL for row in rows} == {True, False}
+    assert all(row["learned"] != (row["prompt"] in DULL) for row in rows)
+
+
+def test_a_target_of_held_out_prompts_is_not_resampled():
+    setup, cfg = setup_and_cfg(tracin="reward", tracin_val_prompts=4)
+    held_out = grpo.collect_held_out(setup, 0, cfg)
+    prompts = draw_prompts(setup.val_prompts, 0, 4, cfg.seed)
+    assert held_out.batch.prompts[::G] == prompts and len(held_out.batch.rounds) == 1
+
+
 RULE = """
 judge = eval_judge = None
 zero_std_groups = "resample"
+log_micro = False
 
 def reward(prompts, completions):
     return [0.25 if len(prompt) % 2 else sum(map(ord, text)) % 101 / 101
@@ -166,7 +182,8 @@ def test_a_run_counts_the_tokens_of_all_rounds_and_goes_on_after_a_break(
 
     with monkeypatch.context() as patch:
         patch.setattr("grpo.sample_completions", noted)
-        run_grpo(whole, rule, "--max_iters=4")
+        out = run_grpo(whole, rule, "--max_iters=4")
+    assert "iter 1/4" in out and "[Micro" not in out, "log_micro = False is not heard"
     run_grpo(parts, rule, "--max_iters=2")
     run_grpo(parts, rule, "--max_iters=4", "--resume=True")
     metrics = untimed_metrics(whole)

@@ -10,7 +10,7 @@ import torch
 
 import grpo
 from grpo import collect, learning_rate, optimizer_steps, sync_reference, update
-from rollout import completion_entropies, generate
+from rollout import Rollout, completion_entropies, generate
 from run.metrics import batch_metrics
 from worlds import (
     PROMPTS, assert_close, assert_near, forcing, forward, gradient, inputs_of, letters, number_gpt,
@@ -149,6 +149,16 @@ def test_the_entropy_quantile_is_of_each_step_as_the_policy_is_then(knobs):
 
     update(setup, batch, None, cfg, 3, watch=watch)
     assert not torch.equal(masks[0], masks[-1]), "the steps changed no entropy: another rate?"
+
+
+def test_the_entropy_quantile_of_a_very_large_batch():
+    """torch.quantile takes 2 ** 24 numbers at most."""
+    n = 2 ** 24 + 1
+    mask = torch.ones(1, n, dtype=torch.bool)
+    entropy = torch.arange(n, dtype=torch.float64)[None]
+    rollout = Rollout(mask, mask, mask, mask, entropy, entropy, mask.any(1))
+    _, policy_mask = grpo.loss_masks(rollout, settings(top_entropy_quantile=.25))
+    assert int(policy_mask.sum()) == 2 ** 22 + 1 and policy_mask[0, -2 ** 22 - 1:].all()
 
 
 def test_the_entropy_bonus_is_the_mean_over_tokens_with_loss():

@@ -181,6 +181,17 @@ def test_a_tape_is_one_backward_per_row(name, monkeypatch):
     assert [p.requires_grad for p in case.model.parameters()] == was_trained
 
 
+def test_a_process_without_rows_adds_nothing():
+    """But it takes its part in each sum over processes."""
+    model, summed = two_layers(), []
+    with Tape(model, 8, summed.extend) as tape:
+        pass
+    found = [*tape.gradient(ALL).values(), tape.dot(tape.zeros()), tape.squared_norms(ALL.long()),
+             *tape.summed_gradient().values()]
+    assert not any(x.any() for x in found)
+    assert [x.data_ptr() for x in summed] == [x.data_ptr() for x in found]
+
+
 def test_a_row_of_weight_0_cannot_poison():
     """Its gradient may be infinite or not a number: what is not wanted has no part in the sum."""
     model, x = two_layers(), noise(8, 5)
@@ -271,8 +282,15 @@ def hooked():
     return layer
 
 
+def hooked_bias():
+    layer = nn.Linear(3, 3)
+    layer.bias.register_hook(lambda g: 3 * g)
+    return layer
+
+
 @pytest.mark.parametrize("make", [
-    lambda: nn.Conv1d(3, 3, 1), lambda: type("Sub", (nn.Linear,), {})(3, 3),
+    lambda: nn.Linear(3, 3, dtype=torch.complex64), hooked_bias,
+    lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), lambda: nn.Conv1d(3, 3, 1), lambda: type("Sub", (nn.Linear,), {})(3, 3),
     lambda: nn.utils.spectral_norm(nn.Linear(3, 3)), lambda: nn.LayerNorm((2, 3)),
     lambda: nn.Embedding(4, 3, max_norm=1.0), hooked])
 def test_a_layer_that_it_cannot_handle_is_named(make):

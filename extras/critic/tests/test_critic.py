@@ -81,6 +81,9 @@ def test_rewards_are_centered_and_stand_at_the_last_sampled_token():
     A, returns = token_advantages(rollout, rewards, penalty, PLAIN)
     assert_near(A[scored], expected[scored])
     assert_near(returns[scored], (A + values)[scored])
+    other = replace(PLAIN, gae_gamma=.9, gae_lambda=.5)
+    A_of_others, _ = token_advantages(rollout, rewards, penalty, other)
+    assert_near(A_of_others[scored], gae(by_token, values, sampled, .9, .5)[scored])
     assert not A[2].any(), "nobody scored it"
     assert returns[2][sampled[2]][-1].isnan(), "nobody scored it"
     known = sampled & scored[:, None]

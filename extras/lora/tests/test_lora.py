@@ -39,7 +39,7 @@ def test_a_model_of_ones_own_is_adapted_up_to_its_head():
 
 
 def test_a_step_moves_the_adapters_only():
-    cfg = words(lora_rank=2, beta=.1)
+    cfg = words(lora_rank=2, lora_alpha=7.0, beta=.1)
     setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
     batch = collect(setup, WORD_PROMPTS, cfg, 7)
     before = {name: x.clone() for name, x in setup.policy.state_dict().items()}
@@ -47,3 +47,5 @@ def test_a_step_moves_the_adapters_only():
     changed = {name for name, x in setup.policy.state_dict().items() if (x != before[name]).any()}
     assert changed == {name for name in before if name.endswith("B.weight")}    # A's gradient is 0
     assert m["kl"] == pytest.approx(0, abs=1e-6)
+    assert {layer.scale for layer in setup.policy.modules() if isinstance(layer, LoRA)} == {3.5}, (
+        "lora_alpha of the settings does nothing")
