@@ -78,6 +78,15 @@ WRONG = {
     "kl sign": ("grpo_loss", negative_kl)}
 
 
+def test_a_batch_that_nobody_scored():
+    cfg = settings(lambda prompts, completions: [None] * len(completions))
+    setup, batch = world(cfg)
+    m = logged(setup, batch, cfg)
+    assert math.isnan(m["reward"]) and math.isnan(m["reward_min"])
+    assert m["frac_reward_zero_std"] == 1.0
+    assert "reward" in dict(problems(m, cfg, torch.float32))
+
+
 @pytest.mark.parametrize("kind", [None, *WRONG])
 def test_what_an_editor_of_the_algorithm_gets_wrong_is_warned_of(kind, monkeypatch):
     def reward(prompts, completions):
@@ -122,6 +131,17 @@ def test_advantages_add_up_to_0_in_each_group_also_where_rewards_are_not_known(k
     m = batch_metrics(batch, cfg)
     assert m["advantage_max"] > 1e-3, "nothing to add up"
     assert m["advantage_group_mean"] < 1e-6 * m["advantage_max"]
+
+
+def test_rewards_are_combined_as_the_setting_says():
+    functions = {"a": letters, "b": mean_token}
+    cfg = settings(functions, weights=(1.0, 0.5),
+                   multi_objective_aggregation="normalize_then_sum")
+    _, batch = world(cfg)
+    expected = grpo.decoupled_advantages(batch.scores, (1.0, 0.5), 6)
+    assert batch.advantages.tolist() == pytest.approx(expected.tolist())
+    _, summed = world(settings(functions, weights=(1.0, 0.5)))
+    assert (batch.advantages - summed.advantages).abs().max() > 0.1, "the setting does nothing"
 
 
 # ------------------------------------------------------------------------------------------------

@@ -290,7 +290,8 @@ def hooked_bias():
 
 @pytest.mark.parametrize("make", [
     lambda: nn.Linear(3, 3, dtype=torch.complex64), hooked_bias,
-    lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), lambda: nn.Conv1d(3, 3, 1), lambda: type("Sub", (nn.Linear,), {})(3, 3),
+    lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), lambda: nn.Conv1d(3, 3, 1),
+    lambda: type("Sub", (nn.Linear,), {})(3, 3),
     lambda: nn.utils.spectral_norm(nn.Linear(3, 3)), lambda: nn.LayerNorm((2, 3)),
     lambda: nn.Embedding(4, 3, max_norm=1.0), hooked])
 def test_a_layer_that_it_cannot_handle_is_named(make):

@@ -235,3 +235,22 @@ def test_environment_tokens_are_printed_as_such(taken_apart, tmp_path):
     lines = re.findall(r"^    (?:' of'|' course'|'course') .*", out, re.M)
     assert any("environment" in line for line in lines), out
     assert all(" no " in line for line in lines if "environment" in line), "it carries loss"
+
+
+SOME_ARE_EQUAL = """
+def reward(prompts, completions):
+    return [0.5 if prompt == prompts[0] else sum(map(ord, text)) % 101 / 101
+            for prompt, text in zip(prompts, completions)]
+"""
+ALL_ARE_EQUAL = "def reward(completions): return [0] * len(completions)"
+
+
+@pytest.mark.parametrize("rule, shown", [(SOME_ARE_EQUAL, 2), (ALL_ARE_EQUAL, 0)])
+def test_influence_is_taken_apart_and_rows_without_it_neither_help_nor_harm(
+        rule, shown, taken_apart, tmp_path):
+    (tmp_path / "rule.py").write_text(rule)
+    out = taken_apart(tmp_path / "rule.py", *NO_JUDGE, "--tracin=reward",
+                      "--zero_std_groups=drop")
+    found = [float(x) for x in re.findall(r"most \((\S+)\)", out)]
+    assert len(found) == shown, "rows of no step have no influence"
+    assert found == sorted(found, reverse=True) and not math.isnan(sum(found)), out
