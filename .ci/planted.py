@@ -177,6 +177,9 @@ MISTAKES = [
          "token_ratio = log_ratio.exp()")),
 
     # test_metrics.py
+    *of("grpo.py", "test_metrics.py::test_rewards_are_combined_as_the_setting_says",
+        ("rewards are always summed first",
+         'elif cfg.multi_objective_aggregation == "normalize_then_sum":', "elif False:")),
     *of("run/metrics.py", "test_metrics.py::test_metrics_of_the_loss",
         ("spread of the ratio without its mean", "(squares - total ** 2 / count)", "squares")),
     *of("run/metrics.py",
@@ -409,12 +412,29 @@ MISTAKES = [
         ("each evaluation has noise of its own", 'seed_for("evaluation"))',
          'seed_for("evaluation", iteration))')),
 
+    *of("run/checkpoint.py",
+        "test_runs.py::test_files_of_the_user_that_look_like_checkpoints_are_kept",
+        ("a link counts as a checkpoint", " and not os.path.islink(path)]", "]"),
+        ("checkpoints are kept by count alone", "max(2, cfg.keep_checkpoints)", "2")),
+    *of("run/policy.py",
+        "test_runs.py::test_neither_recomputed_blocks_nor_deterministic_algorithms_change_a_run",
+        ("blocks are never recomputed", "policy.recompute = cfg.activation_checkpointing",
+         "policy.recompute = False")),
+    *of("run/run.py", "test_runs.py::test_expect_rise_ends_a_run_with_a_verdict",
+        ("no verdict", "if self.cfg.expect_rise:", "if False:")),
+
     # test_evaluation.py
     *of("run/evaluation.py", "test_evaluation.py::test_a_perplexity_beyond_all_numbers_is_infinite",
         ("perplexity at temperature 1", "completion_logprobs(base, part, cfg.eval_temperature)",
          "completion_logprobs(base, part)")),
 
     # test_files.py
+    *of("common/script.py", "test_files.py::test_a_command_under_nohup_hears_no_hangup",
+        ("nohup is not heeded", "lost and signal.getsignal(lost) != signal.SIG_IGN", "lost")),
+    *of("common/files.py", "test_files.py::test_a_planted_link_is_not_written_through",
+        ("a planted link is written through", "        remove(tmp)     # it may be a link\n", "")),
+    *of("common/supervised.py", "test_files.py::test_the_rates_of_a_fit_go_up_stay_and_go_down",
+        ("a fit at one rate", "rate * trapezoid(step, steps)", "rate")),
     *of("common/files.py", "test_files.py::test_code_in_a_file_is_not_run",
         ("code in a file is run", "weights_only=True", "weights_only=False")),
     *of("common/files.py",
