@@ -322,6 +322,25 @@ def test_smoothness_is_that_of_three_trainings(tmp_path):
     assert by_hand < 1
 
 
+def test_a_layer_that_is_never_used_changes_nothing(tmp_path):
+    """It has no gradient, so AdamW counts no steps for it."""
+    found = []
+    for unused in (False, True):
+        setup, cfg, states, _, sentence = run_of({}, tmp_path, 2)
+        vector_to_parameters(states[0][0].clone(), setup.trained)
+        if unused:
+            setup.policy.unused = torch.nn.Linear(2, 2).double()
+            setup.trained.insert(0, setup.policy.unused.weight)
+        setup.policy.requires_grad_(True)
+        setup.optimizer = torch.optim.AdamW(setup.trained, lr=0.02, eps=1e-2, weight_decay=0.0)
+        states, taken = replay(setup, cfg, 0, 1, 2, str(tmp_path))
+        world = setup, cfg, states, taken, None
+        _, told = account_of(world, sentence, tmp_path, damping=0.0)
+        found.append((told.shares, told.effects, told.rest["momentum"]))
+    for x, y in zip(*found):
+        assert (x - y).abs().max() < 1e-9
+
+
 @pytest.mark.parametrize("make, says", [
     (torch.optim.RAdam, "RAdam"), (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad"),
     (lambda p: torch.optim.AdamW([dict(params=p[:1], lr=1.0), dict(params=p[1:])]), "lr")],

@@ -2,6 +2,7 @@
 it cannot answer and leaves nothing behind. Its arithmetic is in test_account.py."""
 import functools
 import importlib
+import json
 import os
 import re
 import shutil
@@ -230,6 +231,34 @@ def test_the_completions_that_five_percent_would_take_are_said():
     """A noise of twice that takes four times as many."""
     found = planted([1.0] + [0.0] * 7, noise={"difference": 0.1}, rollouts=100)
     assert "400" in " ".join(told_module.warnings(found))
+
+
+@pytest.mark.parametrize("since, start", [(1, 0), (2, 2), (3, 2), (4, 4)])
+def test_it_starts_from_the_last_checkpoint_up_to_since(since, start, tmp_path, monkeypatch):
+    """A link that has the name of a checkpoint is none."""
+    for i in (2, 4):
+        (tmp_path / f"ckpt_{i:06}.pt").touch()
+    for i in (1, 3):
+        os.symlink(tmp_path / "ckpt_000004.pt", tmp_path / f"ckpt_{i:06}.pt")
+    monkeypatch.setattr(
+        story, "load_checkpoint", lambda path, *rest: dict(iteration=story.iterations_of(path)))
+    assert story.go_to(None, None, str(tmp_path), since) == start
+
+
+def test_several_sentences_are_explained_together_also_where_other_settings_are_harmless(
+        run, tmp_path):
+    path = tmp_path / "asked.jsonl"
+    path.write_text(json.dumps(dict(prompt="the", completion=" cat")))
+    harmless = ("--micro_batch_size=3", "--eval_interval=9")
+    text, found = told(run("plain"), f"--prompts={path}", *ASKED, FAST, "--since=3", *harmless)
+    assert text.count("account: rollouts") == 2 and "'the' -> ' cat'" in text
+    _, alone = told(run("plain"), *ASKED, FAST, "--since=3")
+    assert alone == pytest.approx(found, abs=2e-3)
+
+
+def test_held_out_is_the_number_of_completions(run):
+    text, _ = told(run("plain"), "--held_out=40", FAST, "--since=3")
+    assert "40 completions of 4 held-out prompts" in text
 
 
 def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch):

@@ -135,10 +135,19 @@ def test_peaks_of_a_card_are_looked_up_by_its_name():
 
 @pytest.mark.parametrize("name", [
     "model gpt-neo, bfloat16", "compiled sampling llama, bfloat16", "judge, bfloat16",
-    "run influence, float32", "resume"])
+    "run influence, float32"])
 def test_a_part_works_here(name):
     part, = card.try_parts(CPU, name)
     assert part.said == "ok", part
+
+
+def test_a_run_is_resumed_and_looked_at(monkeypatch):
+    names = ("resume", "evaluate.py", "tracin.py")
+    parts = [part for part in card.all_parts() if part[0] in names]
+    monkeypatch.setattr(card, "all_parts", lambda: parts)
+    found = card.try_parts(CPU)
+    assert [(part.name, part.said) for part in found] == [(name, "ok") for name in names], found
+    assert found[0].error == 0, "a CPU repeats an iteration to the bit"
 
 
 def test_what_fails_is_named_and_the_rest_goes_on(monkeypatch):
