@@ -344,6 +344,9 @@ MISTAKES = [
          "self.score(x[:, 0])")),
     *of("judge/rewards.py", "test_judge.py::test_scores_are_columns_and_none_is_nan",
         ("a reward that abstains counts as 0", "math.nan if v is None", "0.0 if v is None")),
+    *of("judge/rewards.py",
+        "test_judge.py::test_a_judge_that_runs_out_of_memory_is_called_once_and_blames_no_reward",
+        ("a judge is blamed as a reward", 'if name == "judge":     # ours', "if False:  # ours")),
 
     # test_data.py
     *of("common/files.py",
@@ -381,7 +384,12 @@ MISTAKES = [
         ("a critic's baseline is the group", 'if cfg.critic or "advantage" in cfg.functions:',
          'if "advantage" in cfg.functions:')),
 
+    *of("common/supervised.py", "test_report.py::test_progress_is_a_line_every_ten_seconds",
+        ("what was done before counts as fast", "/ (done - self.start)", "/ done")),
+
     # test_runs.py
+    *of("run/policy.py", "test_runs.py::test_a_policy_with_a_part_that_is_not_here_is_one_line",
+        ("a policy's folder is not asked for", "        check_extras(policy_extras(cfg))\n", "")),
     *of("run/run.py", "test_runs.py::test_a_repetition_that_differs_is_said",
         ("a repetition is not compared", "if it + 1 in self.earlier:", "if False:")),
     *of("run/run.py",
@@ -427,6 +435,9 @@ MISTAKES = [
     *of("run/evaluation.py", "test_evaluation.py::test_a_perplexity_beyond_all_numbers_is_infinite",
         ("perplexity at temperature 1", "completion_logprobs(base, part, cfg.eval_temperature)",
          "completion_logprobs(base, part)")),
+    *of("run/evaluation.py",
+        "test_evaluation.py::test_many_rows_are_sampled_together_as_far_as_memory_goes",
+        ("the keys of one layer alone", "2 * cfg.n_layer * cfg.n_embd", "2 * cfg.n_embd")),
 
     # test_files.py
     *of("common/script.py", "test_files.py::test_a_command_under_nohup_hears_no_hangup",
