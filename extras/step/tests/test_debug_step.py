@@ -206,23 +206,6 @@ def reward(completions):
 """
 
 
-EQUAL = """
-def reward(prompts, completions):
-    return [{}sum(map(ord, text)) % 101 / 101 for prompt, text in zip(prompts, completions)]
-"""
-
-
-@pytest.mark.parametrize("factor, count", [("(prompt != prompts[0]) * ", 2), ("0 * ", 0)],
-                         ids=["one group", "all groups"])
-def test_rows_without_influence_neither_help_nor_harm(factor, count, taken_apart, tmp_path):
-    """Those of a group of equal rewards, which is in no step."""
-    (tmp_path / "rule.py").write_text(EQUAL.format(factor))
-    out = taken_apart(tmp_path / "rule.py", *NO_JUDGE, "--tracin=reward", "--zero_std_groups=drop")
-    found = [float(x) for x in re.findall(r"most \((\S+)\)", out)]
-    assert len(found) == count
-    assert found == sorted(found, reverse=True) and not math.isnan(sum(found)), out
-
-
 def test_a_critic_is_taken_apart_too(taken_apart):
     skip_without("critic")
     assert "of a critic" in part_of(taken_apart("--critic=True"), "advantages")
