@@ -139,4 +139,4 @@ def main(argv):
             metrics = [{"tracin/self_share": float(scored.found.scores.self_share)}]
         sentences = sentences_of(rows, metrics, setup.tokenizer.encode_ordinary)
         sentences.append(check(scored))
-    show(folder, "influence", about, sentences, cards_of(scored, cfg))
+    show(folder, "influence", about, sentences, [cards_of(scored, cfg)])

@@ -225,17 +225,17 @@ class Replayed(NamedTuple):
 
 
 def told_of(world, target, text, sentence, i):
-    """Of number i: sentences, the figure, tables, cards. text, sentence: a prompt, and a Rollout of
-    one row; or "" and None where the number is no sentence's."""
+    """Of number i: sentences, the figure, tables, groups of cards. text, sentence: a prompt, and a
+    Rollout of one row; or "" and None where the number is no sentence's."""
     setup, cfg, states, taken, since, course, found, smooth = world
     story = told.story_of(target, course, found, i, taken, since)
     is_smooth = smooth >= SMOOTH
     figure = told.figure_of(story)
     iterations = told.by_iteration(story)
-    cards = {}
+    cards = []
     if sentence is not None:
         change = pieces_of(sentence, course.parts[-1, i] - course.parts[0, i], setup.tokenizer)
-        cards["The sentence"] = [(f"{story.change:+.3f}", text, change)]
+        cards.append({"The sentence": [(f"{story.change:+.3f}", text, change)]})
     if story.error > told.USELESS:
         return told.lines_of(story, None, is_smooth), figure, [iterations], cards
     steps = list(walk_back(setup, states, taken, course.means))[::-1]
@@ -247,8 +247,19 @@ def told_of(world, target, text, sentence, i):
         tokens = told.by_token(story, setup, cfg, states, by_share)
         tables.insert(1, tokens)
     directions = by_effect if is_smooth else by_share
-    cards |= told.cards_of(story, setup, cfg, states, directions, is_smooth)
+    cards.append(told.cards_of(story, setup, cfg, states, directions, is_smooth))
     return told.lines_of(story, tokens, is_smooth), figure, tables, cards
+
+
+def about_run(folder, cfg, target, taken, since, end):
+    """What an account is, of which run and which number."""
+    names = [f"the probability of not toxic by {cfg.judge}" if name == "judge" and
+             cfg.judge_score == "probability" else name for name in cfg.reward_funcs]
+    rollouts = sum(len(batch.row_weights) for batch in {k.it: k.batch for k in taken}.values())
+    return (f"An account says which of the rollouts that a run was trained on made a number rise "
+            f"or fall. The run: {cfg.policy}, trained for {', '.join(names)} (higher is better) on "
+            f"{rollouts} rollouts, iterations {since + 1} to {end}. The number: {target.about}. "
+            f"{told.ABOUT}")
 
 
 def main(argv):
@@ -281,18 +292,19 @@ def main(argv):
     found = account(setup, cfg, states, taken, course, folder, predicts=predicts)
     smooth = smoothness(setup, cfg, states, taken) if predicts else math.nan
 
-    about = f"{folder}, iterations {since + 1} to {end}: {target.about}. {told.ABOUT}"
     lines = []
-    cards = {}
+    cards = []
     tables = []
-    figure = ""
+    figures = []
     world = Replayed(setup, cfg, states, taken, since, course, found, smooth)
     for i, (text, sentence) in enumerate(sentences or [("", None)]):
         own_lines, own_figure, own_tables, own_cards = told_of(world, target, text, sentence, i)
         lines += own_lines
-        figure += own_figure
+        figures.append(own_figure)
         tables += own_tables
         number = f"{i + 1}. " * (len(sentences) > 1)
-        cards |= {number + heading: some for heading, some in own_cards.items()}
+        cards += [{number + heading: some for heading, some in lists.items()}
+                  for lists in own_cards]
     lines += [told.say_smooth(smooth, SMOOTH), *note]
-    show(folder, "account", about, lines, cards, tables, figure, told.TINT)
+    about = about_run(folder, cfg, target, taken, since, end)
+    show(folder, "account", about, lines, cards, tables, figures, told.TINT)

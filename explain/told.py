@@ -13,18 +13,20 @@ from torch.nn.utils import vector_to_parameters
 
 from common.supervised import Progress
 from explain.account import by_parameter
-from explain.page import Table, chart, facts_of
+from explain.page import Figure, Table, chart, facts_of
 from explain.sentences import best_and_worst
 from explain.target import noise_of
 from explain.words import logprob_changes, pieces_of, token_slopes
 from run.run import sample_rows
 
-TOO_FAR = 0.05      # the sum from the true change: said
+TOO_FAR = 0.05      # the sum from the measured change: said
 USELESS = 0.5       # no rollouts are listed
 CANCELS = 5         # times of their sum that shares are in size: none of single prompts, tokens
 BANDS = 4           # of rewards and lengths
 TOKENS = 12         # of those that gave most
 PROMPTS = 4         # of those that gave most, and least
+ONE_BAND = 0.9      # of the rollouts in one band of lengths: these say nothing
+PARTS = {"kl": "KL", "entropy": "entropy bonus", "decay": "weight decay"}     # names in words
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -100,48 +102,62 @@ def curve(values):
 
 
 def course_of(story):
-    """The line of the values along the run."""
+    """The line of the values at both ends of the run."""
     n = digits_of(story)
     first, last = float(story.values[0]), float(story.values[-1])
-    line = f"{story.name} {first:.{n}f} {curve(story.values)} {last:.{n}f}"
+    line = f"{story.name}: {first:.{n}f} before, {last:.{n}f} after"
     if story.name == "log p":
         change = abs(story.change)
         word = "likelier" if story.change > 0 else "less likely"
-        return f"{line}: training made it {math.exp(min(700, change)):.3g} times {word}"
-    return f"{line}: {story.change:+.{n}f}{plus_minus(story, 'change')}"
+        return f"{line}. Training made it {math.exp(min(700, change)):.3g} times {word}"
+    return f"{line}, {story.change:+.{n}f}{plus_minus(story, 'change')}"
+
+
+def rest_of(story):
+    """{name in words: shares (I,)} of what is no rollout's, without what is 0."""
+    return {PARTS.get(name, name): x for name, x in story.rest.items() if x.any()}
 
 
 def by_iteration(story):
     """Table: how the number went, what its steps were to give it, what its rollouts gave."""
     n = digits_of(story)
     ends = {k.it: t for t, k in enumerate(story.taken, 1)}     # steps done after an iteration
-    names = [name for name, x in story.rest.items() if x.any()]
-    rows = []
+    rest = rest_of(story)
+    rows = [[str(story.since), f"{story.values[0]:.{n}f}", *[""] * (3 + len(rest))]]
+
+    def row(name, value, numbers):
+        rows.append([name, f"{value:.{n}f}", *(f"{float(x):+.{n}f}" for x in numbers)])
+
     before = 0
     for it in range(story.since, len(story.shares)):
         after = ends.get(it, before)
         rise = story.values[after] - story.values[before]
         gain = story.gains[before:after].sum()
-        given = [story.shares[it].sum(), *(story.rest[name][it] for name in names)]
-        rows.append([str(it + 1), f"{story.values[after]:.{n}f}",
-                     *(f"{float(x):+.{n}f}" for x in (rise, gain, *given))])
+        row(str(it + 1), story.values[after],
+            [rise, gain, story.shares[it].sum(), *(x[it] for x in rest.values())])
         before = after
-    header = ["iteration", story.name, "its change", "sum along its steps", "from its rollouts",
-              *(f"from {name}" for name in names)]
-    return Table("Iteration by iteration", header, rows)
+    row("all", story.values[-1], [story.change, story.gains.sum(), story.shares.sum(),
+                                  *(x.sum() for x in rest.values())])
+    header = ["iteration", f"{story.name} after it", "its change", "change by the account",
+              "from its rollouts", *(f"from {name}" for name in rest)]
+    return Table("Iteration by iteration", header, rows, (
+        "Columns add up, rows do not: rollouts and the rest of the loss count in the iteration "
+        "that they come from, also for what they do in later steps, by AdamW's momentum."))
 
 
 def closing(story):
-    """The sum beside the truth."""
+    """The sum beside what was measured."""
     n = digits_of(story)
-    rollouts = float(story.shares.sum())
+    given = {"rollouts": story.shares, **rest_of(story)}
+    parts = ", ".join(f"{name} {float(x.sum()):+.{n}f}" for name, x in given.items())
     nats = " nats" if story.name == "log p" else ""
-    part = story.noise_of_error
-    noise = f", with a noise of {100 * part:.1f} %" if part == part else ""
-    return (f"account: rollouts {rollouts:+.{n}f}, rest {story.together - rollouts:+.{n}f}, "
-            f"together {story.together:+.{n}f}{plus_minus(story, 'sum')}{nats}; true change "
-            f"{story.change:+.{n}f}{plus_minus(story, 'change')} ({100 * story.error:.1f} % off"
-            f"{noise})")
+    noise = ""
+    if story.noise:
+        noise = "; ± is one standard error, by folds of the held-out prompts"
+    off = abs(story.together - story.change)
+    return (f"account: {parts}, together {story.together:+.{n}f}{plus_minus(story, 'sum')}{nats}; "
+            f"measured change {story.change:+.{n}f}{plus_minus(story, 'change')}: off by "
+            f"{off:.{n}f}{plus_minus(story, 'difference')} ({100 * story.error:.1f} %{noise})")
 
 
 def warnings(story):
@@ -150,16 +166,21 @@ def warnings(story):
     if story.error > USELESS:
         reason = "that is noise: more held-out rollouts, --held_out=N" if is_noise else (
             "the steps are too large for a straight line: --parts=4 looks at four parts of each")
-        yield (f"The sum is {100 * story.error:.0f} % off the true change, so no rollouts are "
-               f"listed: {reason}.")
+        yield (f"The sum is {100 * story.error:.0f} % off the measured change, so no rollouts "
+               f"are listed: {reason}.")
     elif story.error > TOO_FAR and not is_noise:
         yield ("warning: the steps are too large for a straight line; --parts=4 looks at four "
                "parts of each step")
+
+
+def needed(story):
+    """How many held-out completions would do; "" where there are enough."""
     if TOO_FAR < story.noise_of_error < 1:
-        needed = story.rollouts * (story.noise_of_error / TOO_FAR) ** 2
-        yield (f"To know the sum and the change to {100 * TOO_FAR:.0f} % takes about "
-               f"{float(f'{needed:.1g}'):.0f} held-out completions at each step (--held_out=N), in "
-               f"place of {story.rollouts}.")
+        count = story.rollouts * (story.noise_of_error / TOO_FAR) ** 2
+        return (f"To know the sum and the change to {100 * TOO_FAR:.0f} % takes about "
+                f"{float(f'{count:.1g}'):.0f} held-out completions at each step (--held_out=N), in "
+                f"place of {story.rollouts}.")
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -182,8 +203,20 @@ def bands(x, name):
     return [f"{name} {a:.3g} to {b:.3g}" for a, b in zip(edges, edges[1:])], where
 
 
+def length_bands(length):
+    """As bands, of whole tokens."""
+    low, high = int(length.min()), int(length.max())
+    width = math.ceil((high - low + 1) / BANDS)
+    names = []
+    for first in range(low, high + 1, width):
+        last = min(high, first + width - 1)
+        names.append(f"{first} to {last} tokens" if last > first else f"{first} tokens")
+    return names, (length.long() - low) // width
+
+
 class Rows(NamedTuple):
     """All rollouts of an account, flat: n of them."""
+    iteration: Tensor   # from 0
     share: Tensor
     reward: Tensor
     advantage: Tensor
@@ -197,6 +230,7 @@ def rows_of(story):
     def flat(of):
         return torch.cat([of(batch).detach().cpu().double() for batch in batches.values()])
     return Rows(
+        torch.tensor([it for it in batches for _ in story.shares[it]]),
         torch.cat([story.shares[it] for it in batches]),
         flat(lambda batch: batch.rewards), flat(lambda batch: batch.row_advantages),
         flat(lambda batch: batch.rollout.sampled_mask.sum(1)),
@@ -204,70 +238,128 @@ def rows_of(story):
         [text for batch in batches.values() for text in batch.completions])
 
 
-def directions_of(advantage):
-    """Names and numbers, as of bands."""
-    names = ["advantage below 0 (made less likely)", "advantage 0", "advantage above 0 (likelier)"]
-    return names, advantage.sign().long() + 1
+def splits_of(story, rows):
+    """{by what: {name: rollouts (n,) of True and False}}. Each but that by prompts has all
+    rollouts."""
+    bands_of_reward, band = bands(rows.reward, "reward")
+    bands_of_reward.append("no reward (abstained)")         # band -1
+    by_reward = {name: band == i for i, name in enumerate(bands_of_reward[:-1])}
+    by_reward[bands_of_reward[-1]] = band == -1
+    by_sign = {"made less likely (advantage below 0)": rows.advantage < 0,
+               "advantage 0 (not pushed)": rows.advantage == 0,
+               "made likelier (advantage above 0)": rows.advantage > 0}
+    both = {f"{name}, {sign}": pick & way
+            for name, pick in by_reward.items() for sign, way in by_sign.items()}
+    names, band = length_bands(rows.length)
+    by_length = {name: band == i for i, name in enumerate(names)}
+    splits = {"advantage": by_sign, "reward": by_reward, "reward and advantage": both}
+    if max(int(pick.sum()) for pick in by_length.values()) < ONE_BAND * len(rows.share):
+        splits["length"] = by_length
 
-
-def gathered(story):
-    """Table: shares by what a person can name."""
-    rows = rows_of(story)
-    n = digits_of(story)
-    total = float(rows.share.sum())
-    lines = []
-
-    def line(name, pick):
-        if pick.any():
-            share = float(rows.share[pick].sum())
-            part = f"{100 * share / total:.0f} %" if total else ""
-            lines.append([name, str(int(pick.sum())), f"{share:+.{n}f}", part])
-
-    for names, where in (bands(rows.reward, "reward"), directions_of(rows.advantage),
-                         bands(rows.length, "tokens")):
-        for i, name in enumerate(names):
-            line(name, where == i)
     prompts = {}
     for i, text in enumerate(rows.prompt):
         prompts.setdefault(text, []).append(i)
     order = sorted(prompts, key=lambda text: -float(rows.share[prompts[text]].sum()))
     shown = order if len(order) <= 2 * PROMPTS else order[:PROMPTS] + order[-PROMPTS:]
+    by_prompt = {}
     for text in shown if story.cancelling < CANCELS else ():
         pick = torch.zeros(len(rows.share), dtype=torch.bool)
         pick[prompts[text]] = True
-        line(f"prompt {text[:40]!r}", pick)
-    return Table("Shares of the rollouts, gathered", ["rollouts with", "how many", "share", "part"],
-                 lines)
+        by_prompt[repr(text[:40])] = pick | by_prompt.get(repr(text[:40]), False)
+    some = f" ({PROMPTS} highest, {PROMPTS} lowest of {len(order)})" * (len(shown) < len(order))
+    splits[f"prompt{some}"] = by_prompt
+    return splits
+
+
+def percent(part, whole):
+    return f"{round(100 * float(part) / float(whole))} %" if whole else ""
+
+
+def gathered(story):
+    """Table: shares by what a person can name; beside them without the iterations where shares
+    cancel."""
+    rows = rows_of(story)
+    n = digits_of(story)
+    left = cancels(story.shares)                                                    # (I,)
+    kinds = [torch.ones(len(rows.share), dtype=torch.bool)]
+    header = ["rollouts", "how many", "share", "% of the sum"]
+    if left.any():
+        kinds.append(~left[rows.iteration])
+        header += [f"share, {iterations_named(left)} left out", "% of that sum"]
+
+    def line(name, pick):
+        cells = [name, str(int(pick.sum()))]
+        for kept in kinds:
+            share = float(rows.share[pick & kept].sum())
+            cells += [f"{share:+.{n}f}", percent(share, float(rows.share[kept].sum()))]
+        return cells
+
+    lines = [line("all", kinds[0])]
+    for what, split in splits_of(story, rows).items():
+        some = [line(name, pick) for name, pick in split.items() if pick.any()]
+        lines += [[f"by {what}"], *some] if some else []
+    note = ("Each split adds up to all. A group may have more than 100 %, where others are below "
+            "0. Advantage is the reward relative to the prompt's other completions (with a critic: "
+            "to what that expected).")
+    if story.cancelling >= CANCELS:
+        note += (f" There is no split by prompt, since single shares are more than {CANCELS} times "
+                 "their sum in size.")
+    return Table("Shares of the rollouts, in groups", header, lines, note)
+
+
+def cancels(shares):
+    """Of which iterations (I,) the shares (I, N) cancel; of none, where they do in each."""
+    sizes = shares.abs().sum(1)
+    found = sizes > CANCELS * shares.sum(1).abs()
+    return found & ((sizes > 0) & ~found).any()
 
 
 def readable(shares):
     """shares (I, N), 0 in the iterations where they cancel; all, where they do in each."""
-    cancels = shares.abs().sum(1) > CANCELS * shares.sum(1).abs()                   # (I,)
-    return shares if cancels.all() else shares.masked_fill(cancels[:, None], 0)
+    return shares.masked_fill(cancels(shares)[:, None], 0)
+
+
+def iterations_named(which):
+    """Those of which (I,) is True, in words."""
+    names = [str(it + 1) for it in which.nonzero().flatten().tolist()]
+    return f"iteration{'s' * (len(names) > 1)} {', '.join(names)}"
 
 
 def taught(story, by_effect):
-    """Sentences: the rewards and directions that gave most, and a rollout of these that did most,
-    by its effect or by its share."""
+    """Sentences: what either direction has of the sum; the cell of reward and direction that has
+    most, and a rollout of it, by its effect or by its share. Without the iterations where shares
+    cancel."""
     rows = rows_of(story)
-    total = float(rows.share.sum())
-    names, band = bands(rows.reward, "reward")
-    ways, way = directions_of(rows.advantage)
-    cells = {(name, how): pick for i, name in enumerate(names) for j, how in enumerate(ways)
-             if (pick := (band == i) & (way == j)).any()}
-    if not cells or not total:
-        return ""
+    left = cancels(story.shares)                                                    # (I,)
+    kept = ~left[rows.iteration]
+    total = float(rows.share[kept].sum())
+    if not total:
+        return []
+    n = digits_of(story)
+    splits = splits_of(story, rows)
+
+    def has(pick):
+        share = float(rows.share[pick & kept].sum())
+        return f"{share:+.{n}f}, {percent(share, total)}"
+
+    signs = [f"{name} {has(pick)}" for name, pick in splits["advantage"].items()
+             if (pick & kept & (rows.advantage != 0)).any()]
+    without = f" ({iterations_named(left)} left out, whose shares cancel)" if left.any() else ""
+    first = f"The shares of the rollouts add up to {total:+.{n}f}{without}: {'; '.join(signs)}."
+
     towards = rows.share * math.copysign(1, total)
-    (name, how), pick = max(cells.items(), key=lambda cell: float(towards[cell[1]].sum()))
-    share = float(rows.share[pick].sum())
-    did = story.effects if by_effect else readable(story.shares)
+    cells = splits["reward and advantage"]
+    name = max(cells, key=lambda name: float(towards[cells[name] & kept].sum()))
+    pick = cells[name] & kept
+    did = story.effects if by_effect else story.shares
     iterations = dict.fromkeys(k.it for k in story.taken)
     did = torch.cat([did[it] for it in iterations]) * math.copysign(1, total)
-    first = int(did.masked_fill(~pick, -math.inf).argmax())
-    return (f"What taught it most: the {int(pick.sum())} of {len(rows.share)} rollouts with {name} "
-            f"and {how}. They gave {share:+.{digits_of(story)}f}, {100 * share / total:.0f} % of "
-            f"what all rollouts gave; for example {rows.prompt[first][:60]!r} -> "
-            f"{rows.completion[first][:80]!r}.")
+    most = int(did.masked_fill(~pick, -math.inf).argmax())
+    second = (f"The largest group by reward and advantage: {name}, {int(pick.sum())} of "
+              f"{int(kept.sum())} rollouts, {has(pick)}; for example iteration "
+              f"{int(rows.iteration[most]) + 1}, {rows.prompt[most][:60]!r} -> "
+              f"{rows.completion[most][:80]!r}.")
+    return [first, second]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -317,16 +409,19 @@ def by_token(story, setup, cfg, states, directions):
     total = float(story.shares.sum())
     lines = [[repr(setup.tokenizer.decode([token])), str(int(counts[1, token])),
               str(int(counts[0, token])), f"{shares[token]:+.{n}f}",
-              f"{100 * float(shares[token]) / total:.0f} %"]
+              percent(float(shares[token]), total)]
              for token in shares.abs().argsort(descending=True)[:TOKENS].tolist()]
-    header = ["token", "times made likelier", "less likely", "share", "part"]
-    return Table("Shares of the tokens", header, lines)
+    header = ["token", "times made likelier", "less likely", "share", "% of the rollouts' sum"]
+    known = int((counts.sum(0) > 0).sum())
+    return Table(f"Shares of the tokens: the {len(lines)} largest of {known} by size", header,
+                 lines, "All tokens add up to the rollouts' sum; a token may have more than 100 %.")
 
 
-def places_of(x):
+def places_of(x, names, note=""):
     """{heading: places} of the largest and the smallest of x (I, N)."""
+    headings = (f"Largest positive {names}{note}", f"Largest negative {names}{note}")
     return {heading: [divmod(i, x.shape[1]) for i in some]
-            for heading, some in best_and_worst(x.flatten()).items()}
+            for heading, some in zip(headings, best_and_worst(x.flatten()).values())}
 
 
 def card(story, setup, cfg, place, words, last):
@@ -339,9 +434,14 @@ def card(story, setup, cfg, place, words, last):
 
 
 def cards_of(story, setup, cfg, states, directions, by_effect):
-    """{heading: [(facts, prompt, Pieces)]} of the rollouts that helped and hurt most: by what the
-    number would be without them, or by their shares. directions: S of (W,), of these."""
-    places = places_of(story.effects if by_effect else readable(story.shares))
+    """{heading: [(facts, prompt, Pieces)]} of the rollouts at both ends: by what the number would
+    be without them, or by their shares. directions: S of (W,), of these."""
+    left = cancels(story.shares)
+    if by_effect:
+        places = places_of(story.effects, "effects")
+    else:
+        note = f" ({iterations_named(left)} left out)" if left.any() else ""
+        places = places_of(readable(story.shares), "shares", note)
     words = token_parts(setup, cfg, states, story.taken, directions, sum(places.values(), []))
     end = float(story.values[-1])
 
@@ -358,31 +458,35 @@ def cards_of(story, setup, cfg, states, directions, by_effect):
 # all of it
 
 
-ABOUT = ("Which of the rollouts that it was trained on made this number rise or fall? A rollout's "
-         "share is what it gave of the change. Shares add up; single ones may be large and cancel.")
-TINT = "part"
+ABOUT = ("A rollout's share is bookkeeping along the run as it happened. Shares add up to the "
+         "change; single ones may be large and cancel. A share does not say what the number would "
+         "be without the rollout.")
+TINT = "part of the share"
 
 
 def say_smooth(smooth, bound):
     """How far single rollouts can be trusted. smooth: account.smoothness; NaN: nothing is
     predicted."""
     if smooth != smooth:
-        return ("What it would be without a rollout is not predicted here (docs/account.md says "
-                "why). The lists are by share, and single shares cancel: trust the sums.")
+        return ("What the number would be without a rollout is not predicted: for a reward no "
+                "check could tell where such a prediction is right, and without the Hessian too "
+                "many are wrong (docs/account.md). The lists are by share, and single shares "
+                "cancel: trust the sums.")
+    scale = f"{smooth:.2f}; 1: smooth, 0: chance"
     if smooth < bound:
-        return (f"The run is rough ({smooth:.2f}; 1: smooth, 0: chance): what it would be without "
-                "a rollout cannot be predicted. The lists are by share, and single shares cancel: "
-                "trust the sums.")
-    return (f"The run is smooth ({smooth:.2f}; 1: smooth, 0: chance): small changes of its "
-            "rollouts change it nearly as predicted, and the lists are in the order of the "
-            "prediction.")
+        return (f"The run is rough ({scale}; predictions need {bound:.2f}): what the number would "
+                "be without a rollout cannot be predicted. The lists are by share, and single "
+                "shares cancel: trust the sums.")
+    return (f"The run is smooth ({scale}; predictions need {bound:.2f}): small changes of its "
+            "rollouts change it nearly as predicted. The lists are in the order of the predicted "
+            "effects.")
 
 
 def say_tokens(tokens):
     """The tokens that gave most. tokens: by_token's Table, or None."""
     rows = tokens.rows if tokens else []
     most = [f"{name} {part}" for name, *_, part in rows if not part.startswith("-")][:3]
-    return f"Tokens, by the part that each gave: {', '.join(most)}." if most else ""
+    return f"Tokens, by their part of the rollouts' sum: {', '.join(most)}." if most else ""
 
 
 def say_cancelling(story):
@@ -391,27 +495,33 @@ def say_cancelling(story):
         return ""
     sizes = story.shares.abs().sum(1)                                               # (I,)
     it = int(sizes.argmax())
-    text = (f"Single shares cancel: in size they are {story.cancelling:.1f} times their sum, "
-            f"{100 * float(sizes[it] / sizes.sum()):.0f} % of that in iteration {it + 1}. AdamW "
-            "divides the step of each weight by the root of its v; where that is small, rollouts "
-            "that pull in opposite directions have large shares and move nothing together.")
+    text = (f"Single shares cancel: added without their signs they are {story.cancelling:.1f} "
+            f"times their sum, {percent(sizes[it], sizes.sum())} of that in iteration {it + 1}. "
+            "Where a weight has had tiny gradients, as in the first steps, the optimizer scales "
+            "them up, so opposing rollouts get huge shares that cancel.")
     if story.cancelling < CANCELS:
         return text
-    return (f"{text} So there are none of single prompts and tokens here, and lists by share leave "
-            "such iterations out.")
+    return f"{text} Above {CANCELS} times this page has no tables by prompt or token."
 
 
 def lines_of(story, tokens, by_effect):
     """Sentences. tokens: by_token's Table, or None. by_effect: the order of rollouts."""
     found = [course_of(story)]
     if story.error <= USELESS:
-        found += [taught(story, by_effect), say_tokens(tokens)]
+        found += [*taught(story, by_effect), say_tokens(tokens)]
     found += [closing(story), *warnings(story)]
     if story.error <= USELESS:
         found.append(say_cancelling(story))
-    return [text for text in found if text]
+    return [text for text in [*found, needed(story)] if text]
 
 
 def figure_of(story):
+    """The Figure of the number along the run."""
     sums = story.values[0] + torch.cat([torch.zeros(1), story.gains.cumsum(0)])
-    return chart(story.values.tolist(), sums.tolist(), story.name)
+    ends = {k.it: t for t, k in enumerate(story.taken, 1)}
+    ticks = [(0, story.since), *((t, it + 1) for it, t in ends.items())]
+    few = ticks[::math.ceil(len(ticks) / 12)]
+    n = digits_of(story)
+    first, last = float(story.values[0]), float(story.values[-1])
+    line = f"{story.name} {first:.{n}f} {curve(story.values)} {last:.{n}f}"
+    return Figure(chart(story.values.tolist(), sums.tolist(), story.name, few), line)

@@ -256,7 +256,7 @@ def nasty_page():
                   Piece("", -0.1, True)]
         cards.append((f"iteration 1 {text}", text, pieces))
     lists = {"Most helpful": cards, "Most harmful": []}
-    return page(f"run {NASTY[1]}", NASTY[2], NASTY, lists)
+    return page(f"run {NASTY[1]}", NASTY[2], NASTY, [lists])
 
 
 def test_nothing_that_was_written_becomes_markup():
@@ -283,6 +283,6 @@ def test_what_a_tooltip_says_is_on_the_page_too():
     """A phone has none. The tints of a list say nothing without the number that they begin at."""
     pieces = [Piece("weak", 0.011, True), Piece("bad", -0.38, True), Piece("given", 9.0, False),
               Piece("", 0.25, True), Piece("fine", 0.125, True)]
-    text = html.unescape(re.sub("<style.*?</style>|<.*?>", " ", page("a", "b", [], {
-        "Most harmful": [("facts", "prompt", pieces)]}), flags=re.DOTALL))
+    text = html.unescape(re.sub("<style.*?</style>|<.*?>", " ", page("a", "b", [], [{
+        "Most harmful": [("facts", "prompt", pieces)]}]), flags=re.DOTALL))
     assert "bad -0.38, [end] +0.25, fine +0.12" in text

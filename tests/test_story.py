@@ -70,10 +70,13 @@ def run(run_grpo, tmp_path_factory):
 
 
 def told(folder, *flags):
-    """What is printed, and the numbers of its last line by name."""
+    """What is printed, and the numbers of its last account by name; rest: what is no rollout's."""
     text = printed(explain.main, [folder, f"{folder}/config.py", *flags])
     line = re.findall("^account: rollouts.*$", text, re.M)[-1]
-    return text, {name: float(x) for name, x in re.findall(f"([a-z]+) ({NUMBER})", line)}
+    numbers = {name: float(x) for name, x in re.findall(f"([A-Za-z]+) ({NUMBER})", line)}
+    parts = line.partition(", together")[0]
+    numbers["rest"] = sum(map(float, re.findall(f" ({NUMBER})", parts))) - numbers["rollouts"]
+    return text, numbers
 
 
 def curve_of(text):
@@ -170,7 +173,7 @@ def test_a_judge_and_a_function_are_explained(run_grpo, tmp_path):
 
 
 def test_what_cannot_be_trusted_is_not_listed(run, monkeypatch):
-    """Effects where the run is rough, shares where the sum is far from the true change."""
+    """Effects where the run is rough, shares where the sum is far from the measured change."""
     folder = run("plain")
     for smooth, useless, effects, shares in ((-2.0, 9.0, True, True), (2.0, 9.0, False, True),
                                              (-2.0, 0.0, False, False)):
@@ -211,17 +214,56 @@ def test_what_taught_most_is_named_with_its_part_and_an_example():
     shares = [0.2, 0.4, 0.3, 0.5, -0.4, 0, 0, 0]
     effects = [0.1, 0.1, 0.9, 1.0, 1.0, 0, 0, 0]
     found = planted(shares, effects)
-    text = told_module.taught(found, by_effect=False)
+    signs, text = told_module.taught(found, by_effect=False)
+    assert "90 %" in signs and "10 %" in signs
     assert "3 of 8" in text and "90 %" in text
     assert "'prompt 1' -> 'said 1'" in text
-    assert "'prompt 2' -> 'said 2'" in told_module.taught(found, by_effect=True)
-    assert any(row[0].startswith("prompt") for row in told_module.gathered(found).rows)
+    assert "'prompt 2' -> 'said 2'" in told_module.taught(found, by_effect=True)[1]
+    assert "'prompt 1'" in [row[0] for row in told_module.gathered(found).rows]
+
+
+def splits_in(table):
+    """The rows below each head of a Table of groups; "": those before the first."""
+    splits = {"": []}
+    for row in table.rows:
+        if len(row) == 1:
+            splits[row[0]] = []
+        else:
+            splits[list(splits)[-1]].append(row)
+    return splits
+
+
+def two_iterations():
+    """A Story: in the first iteration shares cancel, one of its rollouts has no reward."""
+    one = planted([4.0, -3.5, 0.25, 0.25, 0.5, -1.0, 0, 0])
+    two = planted([0.2, 0.4, 0.3, 0.5, -0.4, 0, 0, 0])
+    first, second = one.taken + two.taken
+    first.batch.rewards[5] = float("nan")
+    second.it = 1
+    return one._replace(taken=[first, second], shares=torch.cat([one.shares, two.shares]))
+
+
+def test_groups_add_up_and_the_largest_that_is_told_stands_among_them():
+    """With and without the iteration whose shares cancel, which the sentences leave out."""
+    found = two_iterations()
+    table = told_module.gathered(found)
+    splits = splits_in(table)
+    (_, count, share, _, rest, _), = splits.pop("")
+    assert (int(count), float(share), float(rest)) == (16, 1.5, 1.0)
+    for head, rows in splits.items():
+        for column, total in ((1, 16), (2, 1.5), (4, 1.0)):
+            found_total = sum(float(row[column]) for row in rows)
+            assert found_total == pytest.approx(total, abs=0.011 * len(rows)), (head, column)
+    text = told_module.taught(found, by_effect=False)[1]
+    assert "prompt 1' -> 'said 1'" in text and "iteration 2" in text
+    told_rows = [row for rows in splits.values() for row in rows if f": {row[0]}, " in text]
+    assert [row for row in told_rows if f"{row[4]}, {row[5]}" in text], "no row has these numbers"
 
 
 def test_where_shares_cancel_none_of_single_prompts_is_told():
     found = planted([4.0, -3.5, 0.25, 0.25, 0, 0, 0, 0])
     assert "8.0" in told_module.say_cancelling(found)
-    assert not any(row[0].startswith("prompt") for row in told_module.gathered(found).rows)
+    assert "'prompt 1'" not in [row[0] for row in told_module.gathered(found).rows]
     assert not told_module.say_cancelling(planted([1.0] * 8))
     shares = torch.tensor([[4.0, -3.5], [1.0, -0.2]])
     assert told_module.readable(shares).tolist() == [[0, 0], shares[1].tolist()]
@@ -230,7 +272,8 @@ def test_where_shares_cancel_none_of_single_prompts_is_told():
 def test_the_completions_that_five_percent_would_take_are_said():
     """A noise of twice that takes four times as many."""
     found = planted([1.0] + [0.0] * 7, noise={"difference": 0.1}, rollouts=100)
-    assert "400" in " ".join(told_module.warnings(found))
+    assert "400" in told_module.needed(found)
+    assert not told_module.needed(planted([1.0] + [0.0] * 7))
 
 
 @pytest.mark.parametrize("since, start", [(1, 0), (2, 2), (3, 2), (4, 4)])
