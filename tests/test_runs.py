@@ -510,7 +510,7 @@ def test_settings_that_do_not_fit_the_checkpoint_are_refused(copy, tiny, noise, 
 
 
 def test_settings_in_a_checkpoint_are_read_with_care(copy):
-    """Of another type or another version, and with a part that is not here."""
+    """Of another type, or of another version."""
     content = checkpoint_of(copy)
     settings = content["settings"]
     for change in (dict(policy=None), dict(policy=3), dict(vocab_size=[300]), dict(lora_rank="2"),
