@@ -144,8 +144,8 @@ def concatenate(rollouts):
 
 
 class Sampling(NamedTuple):
-    """How tokens are sampled. Truncation is top-k, then top-p, then min-p; the defaults keep all
-    tokens."""
+    """How tokens are sampled. What follows temperature are rules of truncate, whose defaults keep
+    all tokens; each has a setting of its name."""
     eos: tuple              # tokens that end a completion; the first one fills what follows it
     temperature: float = 1.0
     top_k: int = 0
@@ -154,29 +154,31 @@ class Sampling(NamedTuple):
 
     @property
     def truncates(self):
-        """Whether a field below temperature is not its default: the trainer is then told which
-        tokens were allowed."""
+        """Whether a rule is not its default: the trainer is then told which tokens were
+        allowed."""
         return self != Sampling(self.eos, self.temperature)
 
 
-def truncate(logits, top_k=0, top_p=1.0, min_p=0.0):
-    """Logits (N, V) with -inf where a token is not allowed. At least one token is."""
+def truncate(logits, sampling):
+    """Logits (N, V) with -inf where a rule of Sampling allows no token: top-k, then top-p, then
+    min-p. At least one token is allowed."""
     # no less likely than the k-th
-    if top_k:
-        weakest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+    if sampling.top_k:
+        weakest = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < weakest, -math.inf)
 
     # as few as add up to top_p: what stands before a token has less
-    if top_p < 1:
+    if sampling.top_p < 1:
         ordered, order = logits.sort(descending=True)
         probs = ordered.softmax(-1)
-        drop = probs.cumsum(-1) - probs >= top_p
+        drop = probs.cumsum(-1) - probs >= sampling.top_p
         logits = logits.masked_fill(drop.scatter(1, order, drop), -math.inf)
 
     # not far less likely than the likeliest
-    if min_p > 0:
+    if sampling.min_p > 0:
         likeliest = logits.amax(-1, keepdim=True)
-        logits = logits.masked_fill(logits < likeliest + math.log(min_p), -math.inf)
+        least = likeliest + math.log(sampling.min_p)
+        logits = logits.masked_fill(logits < least, -math.inf)
     return logits
 
 
@@ -200,7 +202,7 @@ def sample_token(model, h, r, rows, t, u, sampling):
     # how likely is each token to come next? -inf where truncation rules it out
     logits = model.lm_head(h).float() / sampling.temperature                        # (n, V)
     if r.allowed is not None:
-        logits = truncate(logits, sampling.top_k, sampling.top_p, sampling.min_p)
+        logits = truncate(logits, sampling)
         r.allowed[rows, t] = logits > -math.inf
 
     # draw one. By hand, since softmax and log_softmax would each read and write all V again

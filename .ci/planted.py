@@ -126,8 +126,8 @@ MISTAKES = [
          "            logits = logits.masked_fill(~allowed, -math.inf)\n        return function",
          "            pass\n        return function")),
     *of("rollout.py", "test_algorithm.py::test_top_p_keeps_the_token_that_crosses_the_line",
-        ("top-p off by one token", "probs.cumsum(-1) - probs >= top_p",
-         "probs.cumsum(-1) >= top_p")),
+        ("top-p off by one token", "probs.cumsum(-1) - probs >= sampling.top_p",
+         "probs.cumsum(-1) >= sampling.top_p")),
 
     # test_step.py
     *of("grpo.py", "test_step.py::test_the_second_step_is_clipped_and_begins_with_no_gradient",
@@ -199,6 +199,13 @@ MISTAKES = [
     *of("grpo.py", "test_metrics.py::test_the_kls_share_of_the_gradient",
         ("the KL's gradient beside itself", 'batch, step, "policy")\n    return float',
          'batch, step, "kl")\n    return float')),
+
+    # test_evaluation.py
+    *of("run/settings.py",
+        "test_evaluation.py::test_rules_of_sampling_are_those_of_training_alone",
+        ("a rule of sampling leaks into the evaluation",
+         "**Sampling._field_defaults | {\"temperature\": temperature})",
+         "top_k=0, top_p=1.0, temperature=temperature)")),
 
     # test_rollout.py
     *of("rollout.py", "test_rollout.py::test_no_way_of_decoding_changes_a_rollout",

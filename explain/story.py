@@ -19,7 +19,7 @@ from explain.account import account, flat, replay, smoothness, walk_back
 from explain.page import show
 from explain.target import Function, HeldOut, Sentences, follow
 from explain.words import pieces_of
-from rollout import at_sampled_tokens, concatenate, empty_rollout, truncate
+from rollout import Sampling, at_sampled_tokens, concatenate, empty_rollout, truncate
 from run.checkpoint import (
     changed_settings, checkpoints, iterations_of, load_checkpoint, newest_checkpoint,
     read_checkpoint)
@@ -195,16 +195,17 @@ def read_sentence(setup, cfg, row):
         raise BadInput(f"prompt {shown(text)}, completion {shown(completion)}: {len(before)} and "
                        f"{len(said)} tokens; must be at least 1 each, together {most} at most")
     sentence = row_of(before, said, setup.device)
+    sampling = Sampling(eos=(), **cfg.sampling)
 
     def truncated(logits, targets):
-        return truncate(logits, cfg.top_k, cfg.top_p, cfg.min_p).gather(1, targets)
+        return truncate(logits, sampling).gather(1, targets)
 
     with torch.no_grad():       # before training
         logits = at_sampled_tokens(truncated, setup.policy, sentence, cfg.temperature, None)
     if logits.min() == -math.inf:
+        how = ", ".join(f"{name} = {shown(value)}" for name, value in cfg.sampling.items())
         raise BadInput(f"completion {shown(completion)}: before training the run cannot draw one "
-                       f"of its tokens, by top_k = {cfg.top_k}, top_p = {cfg.top_p}, min_p = "
-                       f"{cfg.min_p}")
+                       f"of its tokens, by {how}")
     return text, sentence
 
 
@@ -277,7 +278,8 @@ def main(argv):
     check_run(setup, cfg, folder, path, last)
     sentences = sentences_asked(setup, cfg, own)
     target = target_asked(setup, cfg, own, sentences)
-    # where a prediction can be trusted: docs/account.md. cispo's ratio is a constant to its Hessian
+    # where a prediction can be trusted: docs/account.md. cispo's ratio is a constant to its
+    # Hessian, so a prediction would be wrong: any loss that detaches a factor must be named here
     predicts = not target.is_sampled and own["hessian"] and cfg.loss_type != "cispo"
     say_cost(folder, cfg, target, since, end, own["parts"], predicts)
 

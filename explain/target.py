@@ -76,8 +76,8 @@ class HeldOut(NamedTuple):
         """Completions of the prompts by the policy as it is, always with the same random numbers:
         those of the evaluation -> Rollout, scores (N, number of functions)."""
         cfg = self.cfg
-        how = replace(cfg, num_generations=self.count, decode_batch_size=AT_ONCE,
-                      temperature=cfg.eval_temperature, top_k=0, top_p=1.0, min_p=0.0)
+        how = replace(cfg.untruncated(cfg.eval_temperature), num_generations=self.count,
+                      decode_batch_size=AT_ONCE)
         rollout, prompts, completions = sample_completions(
             self.setup, self.setup.policy, self.prompts, how, seed_for("evaluation"))
         # a reward that asks is told the iteration of the last evaluation, at all of the weights: of

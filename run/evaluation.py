@@ -89,8 +89,8 @@ def evaluate(setup, policy, cfg, iteration=0):
     many are done, for rewards that ask."""
     # of whole distributions, at a temperature of their own
     k = cfg.num_eval_generations
-    how = replace(cfg, num_generations=k, decode_batch_size=rows_at_once(setup, cfg),
-                  temperature=cfg.eval_temperature, top_k=0, top_p=1.0, min_p=0.0)
+    how = replace(cfg.untruncated(cfg.eval_temperature), num_generations=k,
+                  decode_batch_size=rows_at_once(setup, cfg))
     rollout, prompts, completions = sample_completions(
         setup, policy, setup.eval_prompts, how, seed_for("evaluation"))
 

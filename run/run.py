@@ -9,6 +9,7 @@ import time
 from common.files import read_log
 from common.processes import all_gather, rank_and_size
 from common.script import BadInput, hash_of, interrupts, optional, shown
+from rollout import Sampling
 from run.checkpoint import (
     append_rows, begin_logs, random_state, resume, save_checkpoint, set_random_state,
     write_run_config)
@@ -336,7 +337,7 @@ class Run:
         other distributions, or after so few iterations that it may be far ahead of the log's."""
         cfg = self.cfg
         follows = cfg.ref_model_sync_steps > 0
-        truncates = cfg.top_k > 0 or cfg.top_p < 1 or cfg.min_p > 0
+        truncates = Sampling(eos=(), **cfg.sampling).truncates
         is_alike = 0.6 < cfg.temperature / cfg.eval_temperature < 1.6
         if follows or truncates or not is_alike or len(self.kls) < 5:
             return math.nan

@@ -26,6 +26,7 @@ from typing import Literal
 
 from common.files import read_json, read_text
 from common.script import BadInput, in_one_line, shown, users_code
+from rollout import Sampling
 from run.check import check
 
 
@@ -231,8 +232,13 @@ class Settings:
 
     @property
     def sampling(self):
-        """How tokens are sampled in training: arguments of rollout.generate."""
-        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        """How tokens are sampled in training: arguments of rollout.generate, all fields of its
+        Sampling but eos."""
+        return {name: getattr(self, name) for name in Sampling._fields if name != "eos"}
+
+    def untruncated(self, temperature):
+        """These settings, to sample from whole distributions at a temperature."""
+        return replace(self, **Sampling._field_defaults | {"temperature": temperature})
 
     @property
     def clip_range(self):

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from grpo import collect, group_advantages, kl_estimate, loss_masks, update
-from rollout import completion_logprobs, truncate
+from rollout import Sampling, completion_logprobs, truncate
 from worlds import (
     END, PROMPTS, TOKENIZER, forward, gradient, loss_of_rows, mean_token, plain_logps, settings,
     shaken, world)
@@ -154,7 +154,7 @@ def test_padding_is_not_read():
 def test_top_p_keeps_the_token_that_crosses_the_line():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     for top_p, expected in ((0.4, 1), (0.5, 1), (0.51, 2), (0.8, 2), (0.81, 3), (0.99, 4)):
-        found = int((truncate(logits, top_p=top_p) > -torch.inf).sum())
+        found = int((truncate(logits, Sampling((0,), top_p=top_p)) > -torch.inf).sum())
         assert found == expected, (
             f"top_p = {top_p} of probabilities 0.5, 0.3, 0.15, 0.05 keeps {found} tokens; the "
             f"fewest that have that much together are {expected}")

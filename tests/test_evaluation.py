@@ -4,6 +4,8 @@ import math
 import pytest
 import torch
 
+from explain.target import HeldOut
+from rollout import Sampling
 from run import evaluation
 from run.evaluation import evaluate, perplexity_under, rows_at_once
 from run.sampling import sample_completions
@@ -64,3 +66,34 @@ def test_many_rows_are_sampled_together_as_far_as_memory_goes():
     assert evaluation.AT_ONCE < rows_at_once(setup, cfg) < many
     cfg.n_embd = 10 ** 6
     assert rows_at_once(setup, cfg) == evaluation.AT_ONCE
+
+
+def held_out_sample(setup, policy, cfg):
+    HeldOut("reward", setup, cfg, setup.reward_funcs, [1.0], setup.eval_prompts, 3).sample()
+
+
+def train_sample(setup, policy, cfg):
+    sample_completions(setup, policy, setup.prompts, cfg, 1)
+
+
+RULES = Sampling._fields[2:]        # below eos and temperature: one that is new is asked, too
+ANOTHER = {int: 3, float: .5, tuple: (5,), bool: True}     # of what no rule has by default
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("sample, is_on", [
+    (train_sample, True), (evaluate, False), (held_out_sample, False)])
+def test_rules_of_sampling_are_those_of_training_alone(rule, sample, is_on):
+    """Evaluations, and the held-out completions of an account, are of whole distributions."""
+    setup, cfg = world_of()
+    setattr(cfg, rule, ANOTHER[type(getattr(Sampling((0,)), rule))])
+    drawn = []
+    plain = setup.generate
+
+    def generate(*args, **how):
+        drawn.append(plain(*args, **how))
+        return drawn[-1]
+
+    setup.generate = generate
+    sample(setup, setup.policy, cfg)
+    assert [r.allowed is not None for r in drawn] == [is_on], f"{rule}: on or off in {sample}"

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from by_hand import logits_by_hand
 from common.files import ROOT
 from rollout import (
-    BufferedLogProb, completion_entropies, completion_logprobs, concatenate, draw, generate,
-    truncate)
+    BufferedLogProb, Sampling, completion_entropies, completion_logprobs, concatenate, draw,
+    generate, truncate)
 from worlds import (
     assert_near, forcing, generator_of, gradient, random_gpt, random_ids, refusal,
     same_rollout)
@@ -277,7 +277,8 @@ def test_draw_inverts_the_distribution_function():
 
 @pytest.mark.parametrize("truncation", [dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0)])
 def test_at_least_one_token_is_kept(truncation):
-    assert (truncate(torch.zeros(1, 40), **truncation) > -math.inf).any()
+    sampling = Sampling((0,), **truncation)
+    assert (truncate(torch.zeros(1, 40), sampling) > -math.inf).any()
     barred = torch.full((1, 40), -math.inf)     # by a rule before
     barred[0, 5] = -3.0
-    assert torch.equal(truncate(barred, **truncation), barred)
+    assert torch.equal(truncate(barred, sampling), barred)

@@ -46,8 +46,7 @@ class Truth:
     def __init__(self, setup, cfg, sentences, end):
         self.setup = setup
         self.sentences = sentences
-        how = replace(cfg, num_generations=DRAWN, decode_batch_size=AT_ONCE, temperature=1.0,
-                      top_k=0, top_p=1.0, min_p=0.0)
+        how = replace(cfg.untruncated(1.0), num_generations=DRAWN, decode_batch_size=AT_ONCE)
         vector_to_parameters(end.clone(), setup.trained)
         self.rollout, prompts, texts = sample_completions(
             setup, setup.policy, setup.eval_prompts, how, seed_for("truth"))
