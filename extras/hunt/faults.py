@@ -177,8 +177,8 @@ FAULTS = [
         "advantage", "grpo.py",
         "advantages = r - r.nanmean(1, keepdim=True)",
         "advantages = r - r.nanmean()",
-        "The baseline is the mean of the batch. It tells easy prompts from hard ones, not a good "
-        "answer from a bad one of the same prompt.",
+        "The baseline is the mean of the batch. So all answers to an easy prompt are praised and "
+        "all to a hard one blamed; what tells them apart is a small difference between these.",
         "grpo-flat, issue 2 (mean and std over all rows).",
         "The advantages of a prompt do not add up to 0: advantage_group_mean, and a warning. Later "
         "advantage_max or advantage_min are beyond 2.47, the most that one of 8 rewards can be "
@@ -216,8 +216,9 @@ FAULTS = [
         "show no direction: what is normalised and summed up is their noise.",
         "a port of influence to GRPO found it in its own notes: a validation set of good answers "
         "alone has no contrast.",
-        "tracin/target_contrast is half of a healthy run's, on average over iterations; below 0.3 "
-        "a warning says so. tracin/target_advantage_min is not below 0.",
+        "tracin/target_contrast is about half of a healthy run's, on average over iterations; below "
+        "0.3 a warning says so. tracin/target_advantage_min of the first iteration is above 0. "
+        "--tracin_val_select=worst changes nothing.",
         contrast, INFLUENCE),
     Fault(
         "With influence on, the reward hardly moves.",

@@ -243,7 +243,8 @@ def print_loss(m, cfg):
     others = m["loss"] - m["policy_loss"]
     print(f"  policy gradient {policy:.6f} + beta * KL {kl:.6f} + entropy and critic {others:.6f} "
           f"= loss {m['loss']:.6f}")
-    print("  at ratio 1 the policy gradient's part is near 0; its gradient is not")
+    print("  in a step at ratio 1 the policy gradient's part is near 0, its gradient is not; these "
+          "are means over all steps")
     if cfg.kl_in_loss:
         of_loss = abs(kl) / (abs(policy) + abs(kl) + 1e-8)
         print(f"  the KL has {of_loss:.1%} of the loss; the norm of its gradient is "
