@@ -1,4 +1,6 @@
-"""The lessons run, their numbers agree, and the notebooks beside them show what they print now."""
+"""The lessons run, and the notebooks beside them show what they print. Another machine's arithmetic
+gives another policy and other numbers, so what is compared is the words, and each printing is held
+to what the lesson says of its numbers."""
 import contextlib
 import io
 import json
@@ -13,7 +15,7 @@ from common.files import ROOT  # noqa: E402
 
 LESSONS = ("lesson", "influence")
 NUMBER = r"[+-]?\d[\d.]*(?:e[+-]?\d+)?"
-TEXT = r"'[^']*'|\[[^]]*\]"       # what a policy writes, and lists
+TEXT = r"""'[^']*'|"[^"]*"|\[[^]]*\]"""       # what a policy writes, and lists
 
 
 def file_of(name):
@@ -22,6 +24,11 @@ def file_of(name):
 
 def again(name):
     return f"{name}.py has changed: jupytext --to ipynb --set-kernel python3 --execute {name}.py"
+
+
+def cells_of(name):
+    with open(file_of(f"{name}.ipynb"), encoding="utf-8") as f:
+        return json.load(f)["cells"]
 
 
 def shown(text):
@@ -36,8 +43,15 @@ def numbers_after(words, printed):
     return [float(x) for x in re.findall(NUMBER, line[0].removeprefix(words))]
 
 
+def kept(name):
+    """What the notebook shows of what the lesson printed."""
+    outputs = [out for cell in cells_of(name) for out in cell.get("outputs", [])]
+    texts = ["".join(out["text"]) for out in outputs if out.get("name") == "stdout"]
+    return "\n".join(shown("".join(texts)))
+
+
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory):
+def printed_now(tmp_path_factory):
     """What each lesson prints. Both share a folder, and so the policy."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -52,6 +66,14 @@ def printed(tmp_path_factory):
             found[name] = "\n".join(shown(out.getvalue()))
         assert len(os.listdir("out/lesson")) == 16
     return found
+
+
+@pytest.fixture(params=["now", "in the notebook"])
+def printed(request):
+    """What each lesson prints now, and what its notebook shows."""
+    if request.param == "now":
+        return request.getfixturevalue("printed_now")
+    return {name: kept(name) for name in LESSONS}
 
 
 def test_the_numbers_of_a_step_agree(printed):
@@ -98,19 +120,19 @@ def test_shares_add_up_to_the_change_and_derivatives_predict_it(printed):
     text = printed["influence"]
     change, left_end = numbers_after("the log-prob changed by", text)
     shares, = numbers_after("with the mean of both slopes they add up to", text)
-    assert abs(shares - change) < 0.02 * abs(change) < abs(left_end - change)
+    assert abs(shares - change) < 0.2 * abs(left_end - change) + 0.001
     tenth, whole = numbers_after("the derivatives are off by", text)
     assert tenth < whole < 20
     assert 2 * tenth < numbers_after("without H they are off by", text)[0]
     rise = numbers_after("R rose from", text)[2]
     shares, left_end = numbers_after("the shares add up to", text.partition("R rose")[2])
-    assert abs(shares - rise) < 0.25 * rise
+    assert abs(shares - rise) < 0.2 * rise
+    assert abs(shares - rise) < abs(left_end - rise) + 0.05 * rise
 
 
 @pytest.mark.parametrize("name", LESSONS)
 def test_the_notebook_is_the_lesson(name):
-    with open(file_of(f"{name}.ipynb"), encoding="utf-8") as f:
-        cells = json.load(f)["cells"]
+    cells = cells_of(name)
     in_notebook = [line for cell in cells for line in "".join(cell["source"]).splitlines() if line]
     with open(file_of(f"{name}.py"), encoding="utf-8") as f:
         lines = [line.rstrip("\n") for line in f if not line.startswith("# %%")]
@@ -120,24 +142,28 @@ def test_the_notebook_is_the_lesson(name):
 
 
 @pytest.mark.parametrize("name", LESSONS)
-def test_the_notebook_shows_what_the_lesson_prints(name, printed):
-    """The same words, and numbers as near as another machine's arithmetic lets them be. There a
-    policy may write something else, and a learning curve may end elsewhere."""
-    with open(file_of(f"{name}.ipynb"), encoding="utf-8") as f:
-        cells = json.load(f)["cells"]
-    outputs = [out for cell in cells for out in cell.get("outputs", [])]
-    kept = shown("".join("".join(out["text"]) for out in outputs if out.get("name") == "stdout"))
-    kept = [re.sub(TEXT, "", line) for line in kept]
-    now = [re.sub(TEXT, "", line) for line in printed[name].splitlines()]
-    assert [re.sub(NUMBER, "#", x) for x in kept] == [re.sub(NUMBER, "#", x) for x in now], (
-        again(name))
-    for was, line in zip(kept, now):
-        for x, y in zip(re.findall(NUMBER, was), re.findall(NUMBER, line)):
-            near = pytest.approx(float(y), rel=0.1, abs=0.02 if "." in y else 2)
-            assert float(x) == near or line.startswith("beta"), (
-                f"the notebook says {was!r}, the lesson now {line!r}; {again(name)}")
+def test_the_notebook_was_run_from_its_first_cell_to_its_last(name):
+    code = [cell for cell in cells_of(name) if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)], again(name)
+    outputs = [out for cell in code for out in cell["outputs"]]
+    for out in outputs:
+        assert out["output_type"] != "error" and out.get("name") != "stderr", again(name)
     pictures = [out for out in outputs if "image/png" in out.get("data", {})]
     assert len(pictures) == 8, again(name)
+
+
+def words_of(line):
+    """A printed line without what a policy writes, without lists and numbers."""
+    return re.sub(NUMBER, "#", re.sub(TEXT, "", line))
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_the_notebook_says_what_the_lesson_prints(name, printed_now):
+    was = kept(name).splitlines()
+    now = printed_now[name].splitlines()
+    assert list(map(words_of, was)) == list(map(words_of, now)), again(name)
+    for x, y in zip(was, now):      # prompts are drawn, not written by a policy
+        assert x == y or not x.startswith("prompts: "), again(name)
 
 
 @pytest.mark.parametrize("flag", ["--beta=x", "--nope=1", "--device=nowhere", "beta", "--beta"])

@@ -437,12 +437,12 @@ picture("i10_left_out", "derivative", "log-prob with it less without it")
 # $b$ the mean reward of the prompt's other completions. It says what GRPO does: make likelier what
 # is better than the others. $b$ changes nothing on average and takes away most of the noise.
 #
-# Two plain steps on our batch. At each of the three weights, 200 completions of two other prompts,
-# always with the same random numbers.
+# Two plain steps on our batch, again without the clip. At each of the three weights, 500
+# completions of two other prompts, always with the same random numbers.
 
 # %%
-SIZE = 0.3
-COUNT = 200
+SIZE = 0.1
+COUNT = 500
 fresh = replace(cfg, num_generations=COUNT)
 
 
@@ -463,8 +463,8 @@ setup.policy.load_state_dict(start)
 shares, left_end = torch.zeros(2, N)
 R_start, slope = look()
 for _ in range(2):
-    alone = [gradient_of(row[None]) for row in step.rows]
-    move(-SIZE, gradient_of(step.rows))
+    alone = [weighed_gradient(one) for one in torch.eye(N)]
+    move(-SIZE, weighed_gradient(torch.ones(N)))
     R_end, next_slope = look()
     mean = {p: (slope[p] + next_slope[p]) / 2 for p in setup.trained}
     shares -= SIZE * torch.stack([inner(gradient, mean) for gradient in alone])
@@ -483,9 +483,9 @@ picture("i11_account", "reward of the rollout", "share of the rise of R")
 # The sum comes near the true rise. The lowest and the highest rewards gave most of it: to make a
 # bad completion less likely helps as well, and from an average one there is little to learn.
 #
-# **Try:** forget the baseline: `b = 0`. Then `COUNT = 20`. Then `SIZE = 3`. Which of the three
+# **Try:** forget the baseline: `b = 0`. Then `COUNT = 20`. Then `SIZE = 1`. Which of the three
 # hurts the sum most, and which only makes it noisy? (`R` and its slope are estimates from
-# 400 completions, so even a perfect sum is a few percent off.)
+# 1000 completions, so even a perfect sum may be a tenth off.)
 #
 # After `python grpo.py config/lesson.py`, `python tracin.py out/lesson_run` makes such an account
 # of the whole run: through AdamW, where a rollout counts in all later steps by momentum too.
