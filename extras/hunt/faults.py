@@ -216,9 +216,9 @@ FAULTS = [
         "show no direction: what is normalised and summed up is their noise.",
         "a port of influence to GRPO found it in its own notes: a validation set of good answers "
         "alone has no contrast.",
-        "tracin/target_contrast is about half of a healthy run's, on average over iterations; below "
-        "0.3 a warning says so. tracin/target_advantage_min of the first iteration is above 0. "
-        "--tracin_val_select=worst changes nothing.",
+        "tracin/target_contrast is about half of a healthy run's, on average over iterations; "
+        "below 0.3 a warning says so. tracin/target_advantage_min of the first iteration is above "
+        "0. --tracin_val_select=worst changes nothing.",
         contrast, INFLUENCE),
     Fault(
         "With influence on, the reward hardly moves.",
