@@ -124,7 +124,7 @@ def write_json(path, content):
 def csv_rows(lines, path):
     """Rows of a .csv file with a header, as dicts. A quote that never closes would swallow the rows
     behind it, so it is refused."""
-    # a quote that does not close swallows the rows behind it: strict refuses it
+    # strict refuses such a quote
     csv.field_size_limit(2 ** 30)
     reader = csv.DictReader(lines, strict=True)
     number = 0      # of the last whole row

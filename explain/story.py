@@ -3,6 +3,7 @@ The story of a run: how the held-out reward, or the log-prob of a sentence, went
 rollouts did that, and what it would be without them. account.py has the arithmetic, target.py what
 is explained, told.py what is said.
 """
+import inspect
 import math
 import os
 from dataclasses import replace
@@ -67,7 +68,7 @@ def go_to(setup, cfg, folder, since):
 
 
 # ------------------------------------------------------------------------------------------------
-# which sentences
+# what it costs, and whether what was repeated is the run
 
 
 def say_cost(folder, cfg, target, since, end, parts, predicts):
@@ -252,10 +253,19 @@ def told_of(world, target, text, sentence, i):
     return told.lines_of(story, tokens, is_smooth), figure, tables, cards
 
 
+def reward_in_words(cfg, name):
+    """What a reward is: its name, and what its own docstring says first."""
+    if name == "judge" and cfg.judge_score == "probability":
+        return f"the probability of not toxic by {cfg.judge}"
+    function = cfg.functions.get(name)      # None: a judge whose score is a logit
+    text = function and inspect.getdoc(function) or ""
+    first = " ".join(text.partition("\n\n")[0].split()).rstrip(".")
+    return f"{name} ({first})" if first else name
+
+
 def about_run(folder, cfg, target, taken, since, end):
     """What an account is, of which run and which number."""
-    names = [f"the probability of not toxic by {cfg.judge}" if name == "judge" and
-             cfg.judge_score == "probability" else name for name in cfg.reward_funcs]
+    names = [reward_in_words(cfg, name) for name in cfg.reward_funcs]
     rollouts = sum(len(batch.row_weights) for batch in {k.it: k.batch for k in taken}.values())
     return (f"An account says which of the rollouts that a run was trained on made a number rise "
             f"or fall. The run: {cfg.policy}, trained for {', '.join(names)} (higher is better) on "

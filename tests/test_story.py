@@ -15,6 +15,7 @@ from explain import story
 from explain import told as told_module
 from explain.told import TOO_FAR
 from rollout import Rollout
+from run.settings import Settings
 from worlds import assert_refused, printed, read_rows, skip_without
 
 explain = importlib.import_module("explain.__main__")
@@ -258,6 +259,20 @@ def test_groups_add_up_and_the_largest_that_is_told_stands_among_them():
     assert "prompt 1' -> 'said 1'" in text and "iteration 2" in text
     told_rows = [row for rows in splits.values() for row in rows if f": {row[0]}, " in text]
     assert [row for row in told_rows if f"{row[4]}, {row[5]}" in text], "no row has these numbers"
+
+
+def test_a_reward_is_told_by_its_name_and_its_own_words():
+    def brevity(prompts, completions):
+        """Minus the number of words.
+
+        Of all of them."""
+
+    functions = dict(brevity=brevity, bare=lambda completions: completions)
+    cfg = Settings(judge="some.pt", judge_score="probability", functions=functions)
+    for name, expected in (("brevity", "brevity (Minus the number of words)"), ("bare", "bare"),
+                           ("judge", "the probability of not toxic by some.pt")):
+        assert story.reward_in_words(cfg, name) == expected
+    assert story.reward_in_words(Settings(judge_score="logit"), "judge") == "judge"
 
 
 def test_where_shares_cancel_none_of_single_prompts_is_told():

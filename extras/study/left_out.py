@@ -28,13 +28,12 @@ prediction and truth, damped by 0.3, the mean over the six seeds of a job:
    reward's truth is no noise.
 """
 import itertools
-import os
 import statistics
 
 import grpo
 from common.script import own_flags, run_script, seed_for
 from extras.study.predictions import (
-    PLAIN, columns, error_of, measure, measured, order_of, reliability, slope_of)
+    PLAIN, all_measured, columns, error_of, measure, order_of, reliability, slope_of)
 from extras.study.trust import FLAGS, by_counts, single, smooth
 from run.settings import load_settings
 
@@ -96,20 +95,13 @@ def table(rows):
 
 def main(argv):
     own, _ = own_flags(argv, dict(table=False, part=1, parts=1))
-    os.makedirs(OUT, exist_ok=True)
     inputs = None if own["table"] else grpo.read_inputs(settings_of(**runs()[0]))
-    rows = []
-    for row in runs():
-        is_own = not own["table"] and row["number"] % own["parts"] == own["part"] - 1
 
-        def make():
-            seed = seed_for("left out", row["seed"])
-            return row | measure(settings_of(**row), inputs, SIZES, seed, DAMPINGS)
+    def measure_run(row):
+        seed = seed_for("left out", row["seed"])
+        return row | measure(settings_of(**row), inputs, SIZES, seed, DAMPINGS)
 
-        found = measured(f"{OUT}/{row['number']:02}.json", make if is_own else None)
-        if found:
-            rows.append(found)
-    table(rows)
+    table(all_measured(OUT, runs(), own, measure_run))
 
 
 if __name__ == "__main__":

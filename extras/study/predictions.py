@@ -5,6 +5,7 @@ does. trust.py and left_out.py ask it of many runs.
 K = 4 + 1 columns: the log-probs of four completions of the run's first iteration, one each of its
 first four prompts, and the held-out reward. M subsets of the I x N rollouts.
 """
+import functools
 import json
 import os
 import tempfile
@@ -188,6 +189,18 @@ def measured(path, make):
         return None
     with open(path, encoding="utf-8") as f:
         return json.load(f)
+
+
+def all_measured(folder, runs, own, measure_run):
+    """The numbers of all runs that are done. First those of this part are made, by
+    measure_run(run): own["part"] of own["parts"], or none with own["table"]."""
+    os.makedirs(folder, exist_ok=True)
+    found = []
+    for run in runs:
+        is_own = not own["table"] and run["number"] % own["parts"] == own["part"] - 1
+        make = functools.partial(measure_run, run) if is_own else None
+        found.append(measured(f"{folder}/{run['number']:02}.json", make))
+    return [row for row in found if row]
 
 
 # ------------------------------------------------------------------------------------------------

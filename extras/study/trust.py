@@ -47,7 +47,6 @@ is no noise (`reliability`, a hundredth left out). Smoothness is the mean of thr
 """
 import itertools
 import math
-import os
 import statistics
 from dataclasses import replace
 
@@ -56,7 +55,7 @@ import torch
 import grpo
 from common.script import own_flags, run_script, seed_for
 from extras.study.predictions import (
-    DAMPINGS, DRAWN, PLAIN, auc, bound_of, columns, correlation, error_of, measure, measured,
+    DAMPINGS, DRAWN, PLAIN, all_measured, auc, bound_of, columns, correlation, error_of, measure,
     order_of, reliability, slope_of)
 from run.settings import load_settings
 
@@ -222,20 +221,13 @@ def table(rows):
 
 def main(argv):
     own, _ = own_flags(argv, dict(table=False, part=1, parts=1))
-    os.makedirs(OUT, exist_ok=True)
     inputs = None if own["table"] else grpo.read_inputs(settings_of(**runs()[0]))
-    rows = []
-    for row in runs():
-        is_own = not own["table"] and row["number"] % own["parts"] == own["part"] - 1
 
-        def make():
-            seed = seed_for("trust", row["number"])
-            return row | measure(settings_of(**row), inputs, SIZES, seed)
+    def measure_run(row):
+        seed = seed_for("trust", row["number"])
+        return row | measure(settings_of(**row), inputs, SIZES, seed)
 
-        found = measured(f"{OUT}/{row['number']:02}.json", make if is_own else None)
-        if found:
-            rows.append(found)
-    table(rows)
+    table(all_measured(OUT, runs(), own, measure_run))
 
 
 if __name__ == "__main__":
