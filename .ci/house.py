@@ -18,7 +18,7 @@ WIDE = ("|", "![", "$$", "python3 -m venv")     # lines of a page that may be wi
 LINES = 50      # of a function
 METHOD = ("grpo.py", "tracin.py", "tape.py", "rollout.py", "model.py")
 # a room imports at its top what is to its right; the last three import nothing of the project
-ROOMS = ("extras", "docs", "explain", "sample.py", "evaluate.py", "grpo.py", "plot.py",
+ROOMS = ("docs", "extras", "sample.py", "evaluate.py", "grpo.py", "plot.py",
          "pretrain.py", "run", "tracin.py", "judge", "config", "data", "common", "model.py",
          "rollout.py", "tape.py")
 NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

@@ -48,7 +48,10 @@ def digits_of(top, cache):
             with open(f"{top}/out/{name}/{log}.jsonl", encoding="utf-8") as f:
                 rows = [json.loads(line) | {"step_time": 0} for line in f]
             found[f"{log} of {name}"] = json.dumps(rows)
-    return found | {" ".join(argv): python(top, *argv) for argv in COMMANDS}
+    # `tracin.py RUN` is what extras/explain does
+    commands = [argv for argv in COMMANDS
+                if argv[0] != "tracin.py" or os.path.isdir(f"{top}/extras/explain")]
+    return found | {" ".join(argv): python(top, *argv) for argv in commands}
 
 
 def main(argv):
@@ -62,7 +65,7 @@ def main(argv):
             top = shutil.copytree(ROOT, f"{folder}/{name}", ignore=NOT_COPIED)
             shutil.rmtree(f"{top}/extras" if name == "all" else f"{top}/extras/{name}")
             found = digits_of(top, folder)
-            others = [what for what in whole if found[what] != whole[what]]
+            others = [what for what in found if found[what] != whole[what]]
             text, code = python(top, "-m", "pytest", "-q", *tests)
             said = f"OTHER DIGITS: {', '.join(others)}" if others else "the same digits"
             print(f"without {name}: {said}; tests: {text.splitlines()[-1]}", flush=True)

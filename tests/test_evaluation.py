@@ -4,12 +4,11 @@ import math
 import pytest
 import torch
 
-from explain.target import HeldOut
 from rollout import Sampling
 from run import evaluation
 from run.evaluation import evaluate, perplexity_under, rows_at_once
 from run.sampling import sample_completions
-from worlds import WORD_PROMPTS, WORDS, setup_of, shaken, word_gpt, words
+from worlds import WORD_PROMPTS, WORDS, setup_of, shaken, skip_without, word_gpt, words
 
 
 def world_of(**knobs):
@@ -69,6 +68,8 @@ def test_many_rows_are_sampled_together_as_far_as_memory_goes():
 
 
 def held_out_sample(setup, policy, cfg):
+    skip_without("explain")
+    from extras.explain.target import HeldOut
     HeldOut("reward", setup, cfg, setup.reward_funcs, [1.0], setup.eval_prompts, 3).sample()
 
 

@@ -6,12 +6,12 @@ from torch import nn
 import grpo
 import tracin
 from data.weights import load_gpt, save_gpt
-from explain.words import logprob_changes, token_slopes
 from rollout import completion_logprobs, generate
 from tape import inner
 from worlds import (
     END, PROMPTS, assert_close, assert_near, assert_refused, gradient, mean_token, number_gpt,
-    plain_logps, same_rollout, seed_of, settings, shaken, steps_of, whole_step, world)
+    plain_logps, same_rollout, seed_of, settings, shaken, skip_without, steps_of, whole_step,
+    world)
 
 
 class LSTM(nn.Module):
@@ -131,6 +131,8 @@ def test_a_step_and_its_influence_are_those_of_each_completion_alone(target):
 
 
 def test_the_words_of_a_completion_add_up_to_its_influence():
+    skip_without("explain")
+    from extras.explain.words import logprob_changes, token_slopes
     cfg = settings(mean_token)
     setup, batch = world(cfg, policy=lstm())
     step = whole_step(batch)

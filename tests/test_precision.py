@@ -1,14 +1,14 @@
 """run/precision.py: bfloat16 that does not hold is turned off. What is called float32 is."""
+import importlib
+
 import pytest
 import torch
 
 import run.evaluation
-from explain import target
-from explain import words as of_words
 from grpo import collect, update
 from rollout import completion_logprobs, generate
 from run import precision
-from worlds import WORDS, WORD_PROMPTS, printed, setup_of, word_gpt, words
+from worlds import WORDS, WORD_PROMPTS, printed, setup_of, skip_without, word_gpt, words
 
 
 @pytest.fixture
@@ -71,20 +71,26 @@ def perplexity(setup, rollout, cfg):
 
 
 def changes_of_words(setup, rollout, cfg):
+    from extras.explain.words import logprob_changes
     target_gradient = {p: p.detach() for p in setup.trained}
-    of_words.logprob_changes(setup.policy, target_gradient, rollout, 1.0)
+    logprob_changes(setup.policy, target_gradient, rollout, 1.0)
 
 
 def slope_of_account(setup, rollout, cfg):
-    held_out = target.HeldOut("reward", setup, cfg, {}, [], [], 1)
+    from extras.explain.target import HeldOut
+    held_out = HeldOut("reward", setup, cfg, {}, [], [], 1)
     rows = torch.arange(len(rollout.ended))
     held_out.slope_of(rollout, torch.ones(len(rows)), rows)
 
 
 @pytest.mark.parametrize("module, call", [
-    (run.evaluation, perplexity), (of_words, changes_of_words), (target, slope_of_account)])
+    ("run.evaluation", perplexity), ("extras.explain.words", changes_of_words),
+    ("extras.explain.target", slope_of_account)])
 def test_what_is_called_float32_is_not_tf32(tf32, half, monkeypatch, module, call):
     """Forward and backward, which another hook sees."""
+    if module.startswith("extras."):
+        skip_without(module.split(".")[1])
+    module = importlib.import_module(module)
     setup, cfg = half
     rollout = precision.few_rows(setup, cfg)[0]
     seen = []

@@ -37,7 +37,7 @@ import tracin
 from common.files import ROOT
 from common.script import BadInput, exit_codes
 from data.prompts import draw_prompts
-from explain.words import logprob_changes, pieces_of
+from extras.explain.words import logprob_changes, pieces_of
 from rollout import completion_logprobs
 from run.settings import load_settings
 from tape import Tape, cosine, inner

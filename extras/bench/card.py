@@ -305,10 +305,10 @@ def all_parts():
         ("resume", resume, ()),
         ("evaluate.py", looked_at, ("evaluate",)),
         ("sample.py", looked_at, ("sample", "--prompt=the")),
-        ("tracin.py", looked_at, ("explain.__main__",)),
-        ("tracin.py, next iteration", looked_at, ("explain.__main__", "--next_iteration")),
+        ("tracin.py", looked_at, ("extras.explain.__main__",)),
+        ("tracin.py, next iteration", looked_at, ("extras.explain.__main__", "--next_iteration")),
         ("tracin.py, a sentence", looked_at,
-         ("explain.__main__", "--prompt=the", "--completion= cat")),
+         ("extras.explain.__main__", "--prompt=the", "--completion= cat")),
         ("torchrun, one process", torchrun, ())]
     return parts
 

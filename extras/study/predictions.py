@@ -17,8 +17,8 @@ from torch.nn.utils import vector_to_parameters
 
 import grpo
 from common.script import seed_for
-from explain.account import DRAWS, account, replay, smoothness_by, train_again
-from explain.target import Course, HeldOut, Sentences, centred
+from extras.explain.account import DRAWS, account, replay, smoothness_by, train_again
+from extras.explain.target import Course, HeldOut, Sentences, centred
 from judge.rewards import score
 from rollout import completion_logprobs
 from run.sampling import sample_completions

@@ -235,7 +235,7 @@ def test_a_run_goes_on_where_it_stopped_and_is_explained(run_grpo, tmp_path):
     run_grpo(f"{tmp_path}/parts", *flags, "--max_iters=3", "--resume=True")
     whole = untimed_metrics(f"{tmp_path}/whole")
     assert whole == untimed_metrics(f"{tmp_path}/parts"), "a resumed run has other numbers"
-    explain = importlib.import_module("explain.__main__")
+    explain = importlib.import_module("extras.explain.__main__")
     text = printed(explain.main, [f"{tmp_path}/whole", "--next_iteration"])
     assert "the tape agrees with" in text
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import evaluate
-import explain.__main__
+import extras.explain.__main__
 import grpo
 import extras.hub.export
 import pretrain
@@ -124,7 +124,7 @@ def test_a_gguf_trains_as_the_folder_that_it_was_made_of(finished, world, tmp_pa
 def test_commands_take_published_models(finished, world, tmp_path, monkeypatch):
     folder = shutil.copytree(finished("chat"), tmp_path / "chat")
     asked = [folder, "--next_iteration", "--tracin=reward", "--kl_in=reward"]
-    text = start(explain.__main__.main, *asked)
+    text = start(extras.explain.__main__.main, *asked)
     assert "agrees with a plain backward" in " ".join(text.split())
     monkeypatch.chdir(tmp_path)
     refusal(pretrain.main, world.flags)     # nothing is to be trained

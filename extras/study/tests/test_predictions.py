@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
-from explain.story import row_of
-from explain.target import Sentences
+from extras.explain.story import row_of
+from extras.explain.target import Sentences
 from extras.study import predictions, trust
 from extras.study.predictions import Truth, auc, bound_of, correlation, error_of, slope_of
 from rollout import completion_logprobs

@@ -15,11 +15,11 @@ import grpo
 from common.files import read_json, read_rows
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
 from data.prompts import check_text, read_prompt
-from explain import told
-from explain.account import account, flat, replay, smoothness, walk_back
-from explain.page import show
-from explain.target import Function, HeldOut, Sentences, follow
-from explain.words import pieces_of
+from extras.explain import told
+from extras.explain.account import account, flat, replay, smoothness, walk_back
+from extras.explain.page import show
+from extras.explain.target import Function, HeldOut, Sentences, follow
+from extras.explain.words import pieces_of
 from rollout import Sampling, at_sampled_tokens, concatenate, empty_rollout, truncate
 from run.checkpoint import (
     changed_settings, checkpoints, iterations_of, load_checkpoint, newest_checkpoint,

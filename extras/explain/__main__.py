@@ -23,7 +23,7 @@ A run that has functions needs its config file, too: RUN CONFIG.py. See docs/acc
 """
 from common.processes import rank_and_size
 from common.script import BadInput, run_script
-from explain import next_iteration, story
+from extras.explain import next_iteration, story
 
 
 def main(argv):

@@ -12,9 +12,9 @@ import grpo
 from common.files import read_log, undamaged
 from common.guards import tolerance_of
 from common.script import BadInput, own_flags, seed_for
-from explain.page import facts_of, show
-from explain.sentences import best_and_worst, own_units, sentences_of
-from explain.words import logprob_changes, pieces_of, token_slopes
+from extras.explain.page import facts_of, show
+from extras.explain.sentences import best_and_worst, own_units, sentences_of
+from extras.explain.words import logprob_changes, pieces_of, token_slopes
 from run.checkpoint import load_checkpoint, newest_checkpoint
 from run.run import sample_rows
 from run.settings import load_settings, read_run

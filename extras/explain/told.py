@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.utils import vector_to_parameters
 
 from common.supervised import Progress
-from explain.account import by_parameter
-from explain.page import Figure, Table, chart, facts_of
-from explain.sentences import best_and_worst
-from explain.target import noise_of
-from explain.words import logprob_changes, pieces_of, token_slopes
+from extras.explain.account import by_parameter
+from extras.explain.page import Figure, Table, chart, facts_of
+from extras.explain.sentences import best_and_worst
+from extras.explain.target import noise_of
+from extras.explain.words import logprob_changes, pieces_of, token_slopes
 from run.run import sample_rows
 
 TOO_FAR = 0.05      # the sum from the measured change: said

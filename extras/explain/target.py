@@ -25,7 +25,7 @@ from torch.nn.utils import vector_to_parameters
 from common.device import full_precision
 from common.script import seed_for
 from common.supervised import Progress
-from explain.account import flat, gradient, kept
+from extras.explain.account import flat, gradient, kept
 from judge.rewards import reward_facts, score
 from rollout import completion_logprobs
 from run.sampling import sample_completions

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from explain import story
-from explain import told as told_module
-from explain.told import TOO_FAR
+from extras.explain import story
+from extras.explain import told as told_module
+from extras.explain.told import TOO_FAR
 from rollout import Rollout
 from run.settings import Settings
 from worlds import assert_refused, printed, read_rows, skip_without
 
-explain = importlib.import_module("explain.__main__")
-accounts = importlib.import_module("explain.account")
+explain = importlib.import_module("extras.explain.__main__")
+accounts = importlib.import_module("extras.explain.account")
 RULE = """
 judge = eval_judge = None
 

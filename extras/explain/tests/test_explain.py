@@ -15,14 +15,14 @@ import torch
 import grpo
 import tape
 from data.tokenizer import load_tokenizer
-from explain.page import page, visible
-from explain.sentences import likeness, own_units, sentences_of
-from explain.words import Piece, pieces_of
+from extras.explain.page import page, visible
+from extras.explain.sentences import likeness, own_units, sentences_of
+from extras.explain.words import Piece, pieces_of
 from run.checkpoint import newest_checkpoint
 from worlds import assert_refused, command, printed, read_rows, seed_of, skip_without
 
-explain = importlib.import_module("explain.next_iteration")
-script = importlib.import_module("explain.__main__")
+explain = importlib.import_module("extras.explain.next_iteration")
+script = importlib.import_module("extras.explain.__main__")
 RULE = """
 judge = eval_judge = None
 

@@ -9,11 +9,11 @@ from torch.nn.utils import vector_to_parameters
 import grpo
 import tracin
 from common.script import seed_for
-from explain.account import (
+from extras.explain.account import (
     account, flat, replay, smoothness, smoothness_by, train_again, walk_back)
-from explain.story import row_of
-from explain.target import HeldOut, Sentences, follow, thinned
-from explain.told import token_parts
+from extras.explain.story import row_of
+from extras.explain.target import HeldOut, Sentences, follow, thinned
+from extras.explain.told import token_parts
 from rollout import completion_logprobs, concatenate, generate
 from worlds import TOKENIZER, forcing, number_gpt, refusal, settings, setup_of, shaken, skip_without
 
