@@ -16,11 +16,11 @@ import os
 import textwrap
 
 from common.files import read_log, replacing, undamaged
-from common.script import BadInput, optional, own_flags, run_script
+from common.script import BadInput, exit_codes, optional, own_flags, run_script
 from run.checkpoint import FREE
 from run.settings import read_run
 
-with optional("matplotlib"):
+with exit_codes(), optional("matplotlib"):      # without it: one line
     import matplotlib
     import numpy as np
     from matplotlib.figure import Figure

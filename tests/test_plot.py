@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import matplotlib  # noqa: E402
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 
 import plot  # noqa: E402
-from worlds import assert_refused, printed, read_rows, refusal, write_rows  # noqa: E402
+from worlds import assert_refused, command, printed, read_rows, refusal, write_rows  # noqa: E402
 
 METRICS = [metric for _, log, metric in plot.PANELS if log == "metrics"]
 TITLES = [title for title, *_ in plot.PANELS]
@@ -192,3 +193,14 @@ def test_what_cannot_be_drawn_is_one_line(run, tmp_path):
     with open(f"{run}/metrics.jsonl", "w") as f:
         f.write('{"iteration": 1, "reward": {}}')
     assert_refused(run, plot.main, [run])
+
+
+@pytest.mark.parametrize("script", ["plot.py", "docs/lesson/lesson.py", "docs/lesson/influence.py"])
+def test_without_matplotlib_one_line_says_what_to_install(script, run, monkeypatch, capsys):
+    """README's first command does not install it."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)        # an import of it fails
+    with pytest.raises(SystemExit) as stopped:
+        command(script, run)
+    said = capsys.readouterr().err.strip()
+    assert stopped.value.code == 2 and said.count("\n") == 0, f"more than a line: {said}"
+    assert "pip install matplotlib" in said, f"does not say what to install: {said}"

@@ -29,18 +29,20 @@ if not any(os.path.exists(os.path.join(path, "grpo.py")) for path in sys.path):
 
 from dataclasses import replace
 
-import matplotlib.pyplot as plt
 import torch
 
 import grpo
 import tracin
 from common.files import ROOT
-from common.script import BadInput, exit_codes
+from common.script import BadInput, exit_codes, optional
 from data.prompts import draw_prompts
 from extras.explain.words import logprob_changes, pieces_of
 from rollout import completion_logprobs
 from run.settings import load_settings
 from tape import Tape, cosine, inner
+
+with exit_codes(), optional("matplotlib"):       # without it: one line
+    import matplotlib.pyplot as plt
 
 
 def picture(name, xlabel, ylabel):

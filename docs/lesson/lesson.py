@@ -32,15 +32,17 @@ if not any(os.path.exists(os.path.join(path, "grpo.py")) for path in sys.path):
 
 from dataclasses import replace
 
-import matplotlib.pyplot as plt
 import torch
 
 import grpo
 from common.files import ROOT
-from common.script import BadInput, exit_codes
+from common.script import BadInput, exit_codes, optional
 from data.prompts import draw_prompts
 from rollout import completion_states
 from run.settings import load_settings
+
+with exit_codes(), optional("matplotlib"):       # without it: one line
+    import matplotlib.pyplot as plt
 
 
 def picture(name, xlabel, ylabel):
