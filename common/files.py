@@ -267,7 +267,7 @@ def load_weights(path, module, weights):
 
 
 MOMENTS = {torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
-           torch.optim.Muon: {"momentum_buffer"}}
+           getattr(torch.optim, "Muon", None): {"momentum_buffer"}}     # torch 2.8 has none
 
 
 def load_optimizer(optimizer, state):

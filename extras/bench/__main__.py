@@ -38,15 +38,21 @@ from extras.bench.card import about, print_card, try_parts
 from extras.bench.phases import now, print_phases
 from extras.bench.shapes import compare_tape
 from run.check import check_extras
-from run.policy import new_policy
-from run.settings import load_settings
+from run.policy import SHAPE, new_policy
+from run.settings import Settings, load_settings
 
 THREADS = torch.get_num_threads()
 
 
 def make_nets(cfg):
     """grpo's Setup, as fast as the settings ask for and as holds here."""
+    asked_for = copy.copy(cfg)
     given = grpo.read_inputs(cfg)
+    for name in SHAPE:      # numbers of another shape would be taken for those of this one
+        wanted = getattr(asked_for, name)
+        if wanted not in (getattr(Settings, name), getattr(cfg, name)):
+            raise BadInput(f"{name} = {wanted}: {cfg.policy} has {getattr(cfg, name)}; add "
+                           "--policy=train for random weights of the shape in the settings")
     torch.manual_seed(0)
     given.base = given.base or new_policy(cfg)
     return grpo.prepare(cfg, given)

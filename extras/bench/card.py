@@ -126,8 +126,7 @@ def decoder_of(model, device):
     from extras.compiled import Decoder, read_one
     if device.type != "cuda":
         return Decoder(model)
-    step = torch.compile(
-        read_one, mode="reduce-overhead", dynamic=False, isolate_recompiles=True)
+    step = torch.compile(read_one, mode="reduce-overhead", dynamic=False)
     return Decoder(model, step)
 
 

@@ -42,32 +42,41 @@ def compile_nets(setup):
         setup.reference_fn = plain.reference_fn
         setup.generate = plain.generate
 
-    # a backward that cannot be compiled fails in the forward, where OrPlain sees it
-    torch._functorch.config.force_non_lazy_backward_lowering = True
+    # policy, reference and sampling share their functions, and with them the number of graphs. A
+    # setting, since torch.compile has no argument for it before 2.13
+    torch._dynamo.config.recompile_limit = LIMIT
+    # a backward that cannot be compiled fails in the forward, where OrPlain sees it. An
+    # older torch lacks this setting: there it fails in the check's backward
+    if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
+        torch._functorch.config.force_non_lazy_backward_lowering = True
     for name, model in (("policy_fn", setup.policy), ("reference_fn", setup.reference)):
-        compiled = torch.compile(
-            model, dynamic=True, recompile_limit=LIMIT, isolate_recompiles=True)
-        setattr(setup, name, OrPlain(compiled, model, off))
+        setattr(setup, name, OrPlain(dict(dynamic=True), model, model, off))
     if isinstance(setup.policy, GPT):
         setup.generate = compiled_generate(setup.device, off)
 
 
 class OrPlain:
-    """A compiled function, and the plain one from the first error on: off(error) is called."""
+    """A function, compiled at its first call with some arguments of torch.compile, and the plain
+    one from the first error on: off(error) is called."""
 
-    def __init__(self, compiled, plain, off):
-        self.compiled = compiled
+    def __init__(self, how, function, plain, off):
+        self.how = how
+        self.function = function
+        self.compiled = None
+        self.failed = False
         self.plain = plain
         self.off = off
 
     def __call__(self, *args):
-        if self.compiled is not None:
+        if not self.failed:
             try:
+                if self.compiled is None:
+                    self.compiled = torch.compile(self.function, **self.how)
                 return self.compiled(*args)
             except torch.OutOfMemoryError:
                 raise
             except Exception as e:      # a compiler may raise anything
-                self.compiled = None
+                self.failed = True
                 self.off(e)
         return self.plain(*args)
 
@@ -77,12 +86,9 @@ class OrPlain:
 
 def compiled_generate(device, off):
     """A rollout.generate that reads single tokens with a compiled step."""
-    how = dict(recompile_limit=LIMIT, isolate_recompiles=True)
-    if device.type == "cuda":
-        compiled = torch.compile(read_one, mode="reduce-overhead", dynamic=False, **how)
-    else:
-        compiled = torch.compile(read_one, dynamic=True, **how)
-    step = OrPlain(compiled, read_again, off)
+    on_gpu = dict(mode="reduce-overhead", dynamic=False)
+    how = on_gpu if device.type == "cuda" else dict(dynamic=True)
+    step = OrPlain(how, read_one, read_again, off)
     decoder_of = functools.cache(functools.partial(Decoder, step=step))
 
     def generate_with(model, *args, **how):

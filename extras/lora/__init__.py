@@ -9,9 +9,10 @@ class LoRA(nn.Module):
         super().__init__()
         self.base = base
         self.scale = alpha / rank
+        # drawn on the CPU, so that a run on a GPU starts from the same numbers
         device = base.weight.device
-        self.A = nn.Linear(base.in_features, rank, bias=False, device=device)
-        self.B = nn.Linear(rank, base.out_features, bias=False, device=device)
+        self.A = nn.Linear(base.in_features, rank, bias=False).to(device)
+        self.B = nn.Linear(rank, base.out_features, bias=False).to(device)
         nn.init.zeros_(self.B.weight)
 
     def forward(self, x):

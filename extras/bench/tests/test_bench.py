@@ -201,6 +201,12 @@ def test_a_fast_path_that_is_turned_off_fails(monkeypatch):
     assert "made up" in part.said
 
 
+def test_a_shape_that_would_be_ignored_is_refused(quick):
+    """Numbers of the bundled policy would be taken for those of this shape."""
+    argv = [f"{ROOT}/config/lowercase.py", "--n_embd=768", "--repeat=1", "--device=cpu"]
+    assert_refused(["n_embd", "--policy=train"], bench.main, argv)
+
+
 def test_what_is_typed_wrong_is_one_line(quick):
     assert_refused("--repeat", bench.main, ["--repeat=0"])
     assert_refused("tracing", bench.main, [*quick, "vs", "--tracing=self"])

@@ -264,17 +264,50 @@ def test_a_run_is_the_same_compiled(plain, run_grpo, tmp_path, monkeypatch):
     assert_same_run(plain, tmp_path)
 
 
-def test_a_step_that_failed_half_way_is_read_again():
+def test_a_step_that_failed_half_way_is_read_again(monkeypatch):
     """The token was written to the memory before the error came."""
     notes = []
-    step = OrPlain(failing_after(3)(read_one), read_again, notes.append)
+    monkeypatch.setattr(torch, "compile", failing_after(3))
+    step = OrPlain({}, read_one, read_again, notes.append)
     assert_same_tokens(Decoder(random_gpt(), step))
     assert len(notes) == 1
 
 
-def test_running_out_of_memory_is_no_failure_of_the_compiler():
+def test_running_out_of_memory_is_no_failure_of_the_compiler(monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError("out of memory")
 
+    monkeypatch.setattr(torch, "compile", lambda function: function)
     with pytest.raises(torch.OutOfMemoryError):
-        OrPlain(full, lambda: 1, None)()
+        OrPlain({}, full, lambda: 1, None)()
+
+
+def signature_of_2_8(model=None, *, fullgraph=False, dynamic=None, backend="inductor", mode=None,
+                     options=None, disable=False):
+    return model
+
+
+def signature_of_2_13(model=None, *, fullgraph=False, dynamic=None, backend=None, mode=None,
+                      options=None, name=None, disable=False, recompile_limit=None,
+                      isolate_recompiles=False, shapes_spec=None):
+    return model
+
+
+def signature_of_another_torch(model, level):
+    return model
+
+
+@pytest.mark.parametrize("compile", [signature_of_2_8, signature_of_2_13])
+def test_torch_compile_is_called_as_each_version_takes_it(monkeypatch, compile):
+    monkeypatch.setattr(torch, "compile", compile)
+    setup, cfg = word_nets()
+    assert printed(check_precision, setup, cfg) == ""
+    assert is_plain(setup) is False
+
+
+def test_a_compiler_that_cannot_be_called_is_a_note(monkeypatch):
+    monkeypatch.setattr(torch, "compile", signature_of_another_torch)
+    setup, cfg = word_nets()
+    out = printed(check_precision, setup, cfg)
+    assert out.startswith("note: compile off") and out.count("\n") == 1, out
+    assert is_plain(setup)

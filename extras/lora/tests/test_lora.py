@@ -7,8 +7,10 @@ from torch import nn
 
 from extras.lora import LoRA, add_lora
 from grpo import collect, update
+from run.policy import trainable
 from worlds import (
-    WORDS, WORD_PROMPTS, assert_near, random_gpt, random_ids, setup_of, with_lora, word_gpt, words)
+    WORDS, WORD_PROMPTS, assert_near, random_gpt, random_ids, setup_of, skip_without, with_lora,
+    word_gpt, words)
 
 
 def adapted_layers(model):
@@ -36,6 +38,16 @@ def test_a_model_of_ones_own_is_adapted_up_to_its_head():
     model.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
     model.lm_head = nn.Linear(4, 9)
     assert adapted_layers(add_lora(model, 2, 4.0)) == {"body.0", "body.2"}
+
+
+def test_a_policy_starts_from_the_same_numbers_on_every_device():
+    """All are drawn on the CPU: each device has a generator of its own."""
+    def after(device):
+        trainable(random_gpt().to(device), words(lora_rank=2, critic=True))
+        return torch.get_rng_state()
+
+    skip_without("critic")
+    assert torch.equal(after("cpu"), after("meta")), "adapters are drawn on the device"
 
 
 def test_a_step_moves_the_adapters_only():
