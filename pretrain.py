@@ -8,7 +8,7 @@ grpo.py does so at first use, too.
 """
 from common.script import BadInput, run_script     # before torch: see common
 
-from common.device import fast_dtype, machine, pick_device
+from common.device import machine, pick_device, pick_dtype
 from data.comments import get_splits
 from judge.train import trained_judges
 from run.pretraining import get_policy
@@ -21,7 +21,7 @@ def main(argv):
         raise BadInput(f"policy = {cfg.policy!r}, judge = {cfg.judge!r}, eval_judge = "
                        f"{cfg.eval_judge!r}: nothing to train; --policy=train trains a new one")
     device = pick_device(cfg.device, cfg.threads)
-    print(machine(cfg.device, device, fast_dtype(device)))
+    print(machine(cfg.device, device, pick_dtype(cfg.dtype, device)))
     splits = get_splits(cfg)
     if cfg.policy == "train":
         get_policy(cfg, splits, device)

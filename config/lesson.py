@@ -8,6 +8,7 @@ from config.quick_test import *
 out_dir = "out/lesson_run"
 device = "cpu"  # pictures are drawn from its tensors
 threads = 1  # the same digits on any number of cores
+policy = "data/lesson.pt"
 vocab_size = 3072
 n_embd = 64
 pretrain_tokens = 150_000

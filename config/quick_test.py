@@ -2,6 +2,10 @@
 # ends with a verdict and exit code 0 or 1. Run it after every change to the algorithm.
 #     python grpo.py config/quick_test.py
 out_dir = "out/quick_test"
+dtype = "float32"  # the same story on any machine
+
+# The policy comes with the project (data/README.md). These sizes make it again.
+policy = "data/quick_test.pt"
 n_layer = 2
 n_embd = 128
 vocab_size = 512
@@ -17,7 +21,7 @@ judge = None
 eval_judge = None
 num_eval_prompts = 16
 num_eval_generations = 8
-expect_rise = 0.3  # from 0.33; it ends near 0.97
+expect_rise = 0.3  # from 0.34; it ends near 0.98
 
 
 def reward(prompts, completions):

@@ -4,7 +4,7 @@ import random
 import torch
 from torch.nn import functional as F
 
-from common.device import autocast, fast_dtype
+from common.device import autocast, pick_dtype
 from common.processes import rank0_first
 from common.script import BadInput
 from common.supervised import fit, made_once
@@ -49,7 +49,7 @@ def trained_judges(cfg, splits, device, may_train=True):
             comments = even_lengths(splits[half], SEED)
 
             def make(path):
-                train_judge(path, half, comments, held_out, cfg.judge_tokens, device)
+                train_judge(path, half, comments, held_out, cfg, device)
 
             made_of = (comments, SHAPE, VOCAB_SIZE, cfg.judge_tokens, SEED)
             judges[role] = load_judge(made_once(cfg, half, made_of, make, may_train), device)
@@ -67,8 +67,8 @@ def all_judges(cfg, inputs, may_train=True):
 # training
 
 
-def train_judge(path, name, comments, held_out, num_tokens, device):
-    """Train a Scorer on comments for about num_tokens tokens, test it on held_out, save it."""
+def train_judge(path, name, comments, held_out, cfg, device):
+    """Train a Scorer on comments for about cfg.judge_tokens tokens, test it on held_out, save it."""
     if not comments or len({label for _, label in held_out}) < 2:
         raise BadInput(f"too few comments for {name}: {len(comments)} to train on and "
                        f"{len(held_out)} to test on; the test needs both labels")
@@ -77,7 +77,7 @@ def train_judge(path, name, comments, held_out, num_tokens, device):
     labels = torch.tensor([label for _, label in comments], device=device)
 
     tokens_per_batch = BATCH_SIZE * sum(map(len, rows)) / len(rows)
-    steps = max(1, round(num_tokens / tokens_per_batch))
+    steps = max(1, round(cfg.judge_tokens / tokens_per_batch))
     batches = []
     while len(batches) < steps:
         batches += length_batches(rows, BATCH_SIZE, SEED + len(batches))
@@ -87,10 +87,12 @@ def train_judge(path, name, comments, held_out, num_tokens, device):
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98),
                                   weight_decay=0.01, fused=True)
 
+    dtype = pick_dtype(cfg.dtype, device)
+
     def loss_at(step):
         batch = batches[step]
         idx, attention_mask = pad_right([rows[i] for i in batch])
-        with autocast(device, fast_dtype(device)):
+        with autocast(device, dtype):
             scores = model(idx.to(device), attention_mask.to(device))
         return F.binary_cross_entropy_with_logits(scores.float(), labels[batch])
 

@@ -5,7 +5,7 @@ import random
 import torch
 from torch.nn import functional as F
 
-from common.device import autocast, fast_dtype
+from common.device import autocast, pick_dtype
 from common.processes import rank0_first
 from common.script import BadInput, shown
 from common.supervised import fit, made_once
@@ -96,7 +96,7 @@ def pretrain(cfg, path, texts, held_out, device):
     # a new GPT, and the loss of its next tokens
     torch.manual_seed(SEED)
     model = new_policy(cfg).to(device)
-    dtype = fast_dtype(device)
+    dtype = pick_dtype(cfg.dtype, device)
     print(f"policy: {num_tokens / 1e6:.1f}M tokens of {len(texts)} texts, {dtype} on {device}")
 
     def loss_at(step, stream=stream, starts=starts):

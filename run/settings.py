@@ -39,8 +39,8 @@ class Settings:
     threads: int = 0                  # on a CPU; 0: torch's choice. Results depend on it
     seed: int = 1                     # of prompts and sampling; the evaluation has its own
     device: str = "auto"              # auto: cuda if there is one, else cpu
-    # of the forward passes, float32 or bfloat16. auto: bfloat16 on GPUs that have it; fast: also on
-    # CPUs that have it
+    # of the forward passes, of pretraining too: float32 or bfloat16. auto: bfloat16 on GPUs that
+    # have it; fast: also on CPUs that have it
     dtype: Literal["auto", "fast", "float32", "bfloat16"] = "auto"
     compile: bool = False             # torch.compile of policy, reference and sampling
     resume: bool = False              # continue from out_dir's checkpoint, even with other settings

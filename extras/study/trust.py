@@ -65,8 +65,8 @@ SIZES = {"tenth": (0.1, 10), "hundredth": (0.01, 12)}
 SINGLES = {"sentences": "single by sentence", "reward": "single by reward"}
 CHECKED = 4         # repetitions of a check
 FLAGS = [
-    "config/quick_test.py", "--threads=1", "--n_layer=1", "--n_embd=32", "--n_head=2",
-    "--vocab_size=300", "--pretrain_tokens=100000", "--max_completion_length=8",
+    "config/quick_test.py", "--policy=train", "--threads=1", "--n_layer=1", "--n_embd=32",
+    "--n_head=2", "--vocab_size=300", "--pretrain_tokens=100000", "--max_completion_length=8",
     "--block_size=20", "--micro_batch_size=64", "--log_micro=False", "--num_eval_prompts=32",
     "--cache_dir=out/study/prepared"]
 OUT = "out/study/trust"

@@ -6,6 +6,7 @@ import random as _random
 from config.lesson import *
 
 out_dir = "out/hunt"
+policy = "train"
 vocab_size = 1536
 n_embd = 64
 pretrain_tokens = 130_000
