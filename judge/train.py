@@ -68,7 +68,7 @@ def all_judges(cfg, inputs, may_train=True):
 
 
 def train_judge(path, name, comments, held_out, cfg, device):
-    """Train a Scorer on comments for about cfg.judge_tokens tokens, test it on held_out, save it."""
+    """Train a Scorer on comments for cfg.judge_tokens tokens, test it on held_out, save it."""
     if not comments or len({label for _, label in held_out}) < 2:
         raise BadInput(f"too few comments for {name}: {len(comments)} to train on and "
                        f"{len(held_out)} to test on; the test needs both labels")

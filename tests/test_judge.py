@@ -88,7 +88,8 @@ def test_length_batches_hold_every_row_once_and_pad_little():
 def test_comments_that_cannot_teach_a_judge_are_refused():
     clean, toxic = ("a cat", 0.0), ("grumble", 1.0)
     for comments, held_out in (([clean, toxic], [clean]), ([], [clean, toxic])):
-        assert_refused("judge_a", train_judge, "judge.pt", "judge_a", comments, held_out, Settings(), CPU)
+        assert_refused("judge_a", train_judge, "judge.pt", "judge_a", comments, held_out,
+                       Settings(), CPU)
 
 
 def test_clean_comments_are_cut_to_the_lengths_of_toxic_ones():
