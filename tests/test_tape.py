@@ -262,10 +262,10 @@ def test_the_calls_for_a_row_do_not_grow_with_the_micro_batches():
     assert few < 64 * 10 + 42 * 20, f"{few} calls for 64 rows of a matrix and 41 vectors"
 
 
-def test_the_example_in_the_readme_needs_nothing_but_tape(tmp_path):
+def test_the_example_of_the_tape_needs_nothing_but_tape(tmp_path):
     """tape.py alone beside it, as one who copies it out has it."""
-    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
-        example = f.read().split("```python\n")[1].split("```")[0]
+    with open(os.path.join(ROOT, "docs/influence.md"), encoding="utf-8") as f:
+        example = f.read().split("`tape.py` needs only torch:\n\n```python\n")[1].split("```")[0]
     (tmp_path / "example.py").write_text(example)
     shutil.copy(os.path.join(ROOT, "tape.py"), tmp_path)
     done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, text=True,
