@@ -16,11 +16,11 @@ from pathlib import Path
 COLUMNS = {".py": 100, ".md": 120}
 WIDE = ("|", "![", "$$", "python3 -m venv")     # lines of a page that may be wider
 LINES = 50      # of a function
-METHOD = ("grpo.py", "tracin.py", "tape.py", "rollout.py", "model.py")
+METHOD = ("grpo.py", "loss.py", "tracin.py", "tape.py", "rollout.py", "model.py")
 # a room imports at its top what is to its right; the last three import nothing of the project
 ROOMS = ("docs", "extras", "sample.py", "evaluate.py", "grpo.py", "plot.py",
-         "pretrain.py", "run", "tracin.py", "judge", "config", "data", "common", "model.py",
-         "rollout.py", "tape.py")
+         "pretrain.py", "run", "tracin.py", "loss.py", "judge", "config", "data", "common",
+         "model.py", "rollout.py", "tape.py")
 NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
             tokenize.STRING)
 FSTRING = [getattr(tokenize, f"FSTRING_{end}", None) for end in ("START", "END")]

@@ -13,7 +13,7 @@ _GOOD = ["Thank you for your help with this article.", "I agree with you.", "Thi
 def target(policy, tokenizer, batch):
     """Mean log-prob per token of good comments, which should rise.
 
-    batch is a grpo.Batch, not used here: batch.rollout.tokens has prompt and completion, padded on
+    batch is a loss.Batch, not used here: batch.rollout.tokens has prompt and completion, padded on
     the left."""
     device = policy.lm_head.weight.device
     logps = []

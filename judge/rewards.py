@@ -172,3 +172,49 @@ def try_rewards(cfg, prompts):
     facts = {"completion_ids": [ids[:count] for count in counts], "ended": [True] * 2 * G,
             "iteration": 0}
     score(functions, asked, [" ".join(words[:count]) for count in counts], facts)
+
+
+# ------------------------------------------------------------------------------------------------
+# several scores, one reward
+
+
+def all_equal(groups, rounding=0.0):
+    """(B,) True for groups of rewards (B, G) that are all the same number, up to 1e-9 of their size
+    or up to `rounding` (B,), if that is more. NaN is left out."""
+    # NaN is never the least or the greatest; of NaN alone the spread is -inf
+    spread = groups.nan_to_num(-math.inf).amax(1) - groups.nan_to_num(math.inf).amin(1)
+    size = groups.nan_to_num(0.0).abs().amax(1)
+    return (spread <= 1e-9 * size) | (spread <= rounding)
+
+
+def counted_scores(scores, weights):
+    """The scores (N, k) and weights (k,) of functions of a weight other than 0, in float64: a
+    function that is only watched must change nothing."""
+    weights = torch.tensor(weights, dtype=torch.float64)
+    return scores[:, weights != 0].double(), weights[weights != 0]
+
+
+def without_rounding(sums, terms):
+    """Sums (B, G) of terms (B, G, k): those of a group that differ by rounding alone become one
+    number, since a group of equal rewards must teach nothing, and rounding divided by its own
+    standard deviation would."""
+    # rounding is in proportion to the terms, which may cancel in the sum
+    rounding = 1e-14 * terms.abs().nansum(2).amax(1)                                # (B,)
+    are_equal = all_equal(sums, rounding)[:, None] & ~sums.isnan()                  # (B, G)
+    greatest = sums.nan_to_num(-math.inf).amax(1, keepdim=True)                     # (B, 1)
+    return sums.where(~are_equal, greatest)
+
+
+def total_reward(scores, weights, num_generations):
+    """Weighted sum (N,) of scores (N, K), in float64; NaN where every function that counts
+    abstains."""
+    scores, weights = counted_scores(scores, weights)                               # (N, k), (k,)
+    if len(weights) == 0:
+        return torch.zeros(len(scores), dtype=torch.float64)
+
+    # where one abstains (NaN), the mean of its group stands in, which changes no advantage
+    groups = scores.view(-1, num_generations, len(weights))                         # (B, G, k)
+    filled = groups.where(~groups.isnan(), groups.nanmean(1, keepdim=True))
+    terms = filled * weights                                                        # (B, G, k)
+    sums = terms.nansum(2).masked_fill(groups.isnan().all(2), math.nan)             # (B, G)
+    return without_rounding(sums, terms).flatten()

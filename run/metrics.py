@@ -244,7 +244,7 @@ class Meter:
 
     @torch.no_grad()
     def add(self, loss):
-        """Count a micro-batch in, by its grpo.Loss."""
+        """Count a micro-batch in, by its loss.Loss."""
         self.losses = summed([self.losses, loss_parts(loss, self.cfg)])
         self.count(loss_metrics(loss, self.cfg))
         self.ratios.append(spread_parts(loss.ratio, units_of(loss)))

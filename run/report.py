@@ -43,7 +43,7 @@ class StepLog:
             self.line("[Micro 0] 3. Samples scored", values)
 
     def loss(self, loss):
-        """loss: grpo.Loss, which is read only if the line is printed."""
+        """loss: loss.Loss, which is read only if the line is printed."""
         if self.on:
             values = f", pg_loss={loss.policy + loss.entropy:.6f},"
             if loss.critic.requires_grad:

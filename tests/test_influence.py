@@ -15,6 +15,7 @@ import grpo
 import tracin
 from common.files import ROOT
 from grpo import Step, collect, update
+from loss import loss_of
 from rollout import completion_entropies, completion_logprobs
 from run.check import check
 from tracin import Average, HeldOut, choose_targets, select, target_coefficients
@@ -48,7 +49,7 @@ def world_of(cfg, seed=7, **more):
 def row_gradients(setup, batch, cfg):
     """(N, weights): the policy's part of each row's loss, one backward each."""
     step = whole_step(batch)
-    losses = (grpo.loss_of(setup, setup.policy, batch, row, step, cfg)
+    losses = (loss_of(setup, setup.policy, batch, row, step, cfg)
               for row in step.rows.split(1))
     return torch.stack([gradient(loss.policy, setup.trained) for loss in losses])
 
@@ -79,7 +80,7 @@ def target_gradient(setup, batch, rows, cfg):
         return -gradient(likely_seven(setup.policy, TOKENIZER, batch), setup.trained)
     if cfg.tracin == "self":
         step = Step(0, rows, len(rows), int(batch.loss_mask[rows].sum()))
-        loss = grpo.loss_of(setup, setup.policy, batch, rows, step, cfg)
+        loss = loss_of(setup, setup.policy, batch, rows, step, cfg)
         return gradient(loss.policy, setup.trained)
     coef = target_coefficients(batch, rows, cfg.tracin)
     logp = completion_logprobs(setup.policy, batch.rollout, cfg.temperature)

@@ -1,5 +1,6 @@
 """The numbers of an iteration beside plain Python."""
 import math
+import pkgutil
 from statistics import mean, stdev
 from typing import get_args, get_type_hints
 
@@ -8,6 +9,7 @@ import torch
 
 import grpo
 import tracin
+from loss import loss_of
 from run import metrics
 from run.flags import problems
 from run.metrics import batch_metrics
@@ -68,14 +70,14 @@ def negative_kl(loss_of):
     return loss
 
 
-# kind of the warning: which function of grpo.py is wrong, and what is made of it
+# kind of the warning: which function is wrong, and what is made of it
 WRONG = {
-    "mask": ("loss_masks", lambda right: lambda rollout, cfg: [
+    "mask": ("grpo.loss_masks", lambda right: lambda rollout, cfg: [
         mask & mask.roll(-1, 1) for mask in right(rollout, cfg)]),
-    "baseline": ("group_advantages", lambda right: lambda rewards, *_: (
+    "baseline": ("grpo.group_advantages", lambda right: lambda rewards, *_: (
         rewards - rewards.nanmean()).nan_to_num(0.0)),
-    "sum": ("total_reward", lambda right: lambda scores, *_: scores.nansum(1)),
-    "kl sign": ("grpo_loss", negative_kl)}
+    "sum": ("grpo.total_reward", lambda right: lambda scores, *_: scores.nansum(1)),
+    "kl sign": ("loss.grpo_loss", negative_kl)}
 
 
 def test_a_batch_that_nobody_scored():
@@ -94,7 +96,7 @@ def test_what_an_editor_of_the_algorithm_gets_wrong_is_warned_of(kind, monkeypat
 
     if kind:
         name, wrong = WRONG[kind]
-        monkeypatch.setattr(grpo, name, wrong(getattr(grpo, name)))
+        monkeypatch.setattr(name, wrong(pkgutil.resolve_name(name)))
     cfg = settings(reward, beta=0.1, scale_rewards="none")
     setup, batch = world(cfg, lr=0, reference=shaken(number_gpt()))
     m = grpo.update(setup, batch, None, cfg, seed=1) | batch_metrics(batch, cfg)
@@ -253,7 +255,7 @@ def test_the_kls_share_of_the_gradient(mini_batch_size):
     step = next(grpo.optimizer_steps(batch, cfg, 1))
     norms = []
     for part in ("kl", "policy"):
-        loss = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
+        loss = loss_of(setup, setup.policy, batch, step.rows, step, cfg)
         norms.append(float(gradient(getattr(loss, part), setup.trained).norm()))
     m = logged(setup, batch, cfg, compare_kl=True)
     assert_logged(m, {"kl_grad_share": norms[0] / norms[1]}, 1e-3)

@@ -3,7 +3,6 @@ import pytest
 import torch
 from torch import nn
 
-import grpo
 import tracin
 from data.weights import load_gpt, save_gpt
 from rollout import completion_logprobs, generate
@@ -136,10 +135,10 @@ def test_the_words_of_a_completion_add_up_to_its_influence():
     cfg = settings(mean_token)
     setup, batch = world(cfg, policy=lstm())
     step = whole_step(batch)
-    G = tracin.gradient_of(grpo.losses, setup, cfg, batch, step)
+    G = tracin.gradient_of(setup, cfg, batch, step)
     slopes = token_slopes(setup, cfg, batch, step)
     for i in step.rows[:3]:
-        own = tracin.gradient_of(grpo.losses, setup, cfg, batch, step._replace(rows=i[None]))
+        own = tracin.gradient_of(setup, cfg, batch, step._replace(rows=i[None]))
         words = slopes[i] * logprob_changes(setup.policy, G, batch.rollout[i[None]], 1.0)[0]
         assert abs(words.sum() - inner(own, G)) < 1e-4 * inner(own, own).sqrt() * inner(G, G).sqrt()
 

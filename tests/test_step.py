@@ -10,6 +10,7 @@ import torch
 
 import grpo
 from grpo import collect, learning_rate, optimizer_steps, sync_reference, update
+from loss import micro_batches
 from rollout import Rollout, completion_entropies, generate
 from run.metrics import batch_metrics
 from worlds import (
@@ -71,7 +72,7 @@ def test_passes_mini_batches_and_micro_batches(loss_type):
     for step in steps:
         assert step[2:] == (4, int(batch.loss_mask[step.rows].sum())), (
             "the divisors of a step are not its rows and its tokens with loss")
-        pieces = grpo.micro_batches(batch.rollout, step.rows, cfg)
+        pieces = micro_batches(batch.rollout, step.rows, cfg)
         assert [len(piece) for piece in pieces] == [2, 2]
         in_order = step.rows if loss_type == "bnpo" else step.rows[
             lengths[step.rows].argsort(stable=True)]

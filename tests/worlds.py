@@ -37,6 +37,7 @@ from common.files import ROOT, read_rows
 from common.script import BadInput
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
+from loss import Batch, Step, grpo_loss, loss_of
 from model import GPT, GPTConfig
 from rollout import Rollout
 from run.check import check
@@ -236,24 +237,24 @@ def same_rollout(found, expected):
 def whole_step(batch):
     """The step that learns from all rows at once."""
     N = len(batch.loss_mask)
-    return grpo.Step(0, torch.arange(N), N, int(batch.loss_mask.sum()))
+    return Step(0, torch.arange(N), N, int(batch.loss_mask.sum()))
 
 
 def forward(setup, batch, cfg, rows=slice(None)):
-    """grpo.loss_of some rows of a batch that is one step."""
+    """loss.loss_of some rows of a batch that is one step."""
     step = whole_step(batch)
-    return grpo.loss_of(setup, setup.policy, batch, step.rows[rows], step, cfg)
+    return loss_of(setup, setup.policy, batch, step.rows[rows], step, cfg)
 
 
 def loss_of_rows(logp, old_logp, advantages, mask, ref_logp=None, policy_mask=None, num_rows=None,
                  num_tokens=None, **knobs):
-    """grpo.grpo_loss of rows that are a whole step, unless num_rows and num_tokens say otherwise.
+    """loss.grpo_loss of rows that are a whole step, unless num_rows and num_tokens say otherwise.
     knobs: settings of the loss."""
     step = SimpleNamespace(num_rows=num_rows or len(logp), num_tokens=num_tokens or int(mask.sum()))
     rollout = Rollout(mask, mask, mask, mask, old_logp, old_logp, mask.any(1))
-    batch = grpo.Batch(rollout, advantages, mask, mask if policy_mask is None else policy_mask,
+    batch = Batch(rollout, advantages, mask, mask if policy_mask is None else policy_mask,
                        ref_logp, row_weights=torch.ones(len(mask)))
-    return grpo.grpo_loss(logp, batch, step, Settings(**knobs))
+    return grpo_loss(logp, batch, step, Settings(**knobs))
 
 
 def gradient(loss, parameters):

@@ -37,6 +37,7 @@ from common.files import ROOT
 from common.script import BadInput, exit_codes, optional
 from data.prompts import draw_prompts
 from extras.explain.words import logprob_changes, pieces_of
+from loss import loss_of
 from rollout import completion_logprobs
 from run.settings import load_settings
 from tape import Tape, cosine, inner
@@ -90,7 +91,7 @@ for i in range(G):
 # %%
 def gradient_of(rows):
     """{parameter: gradient} of the loss of these rows, by a plain backward."""
-    return tracin.gradient_of(grpo.losses, setup, cfg, batch, step._replace(rows=rows), "policy")
+    return tracin.gradient_of(setup, cfg, batch, step._replace(rows=rows), "policy")
 
 
 target = gradient_of(step.rows)
@@ -123,12 +124,12 @@ picture("i2_influence", "rollout", "influence")
 # layer during one backward.
 
 # %%
-loss = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
+loss = loss_of(setup, setup.policy, batch, step.rows, step, cfg)
 loss_before = loss.policy.item()
 with Tape(setup.policy, N) as tape:
     owners = batch.rollout.sampled_mask.nonzero()[:, 0]         # whose each token is
     tape.rows(torch.arange(N), flat={setup.policy.lm_head: owners})
-    grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg).policy.backward()
+    loss_of(setup, setup.policy, batch, step.rows, step, cfg).policy.backward()
 influence = tape.dot(tape.gradient(torch.ones(N)))                              # (N,)
 error = (influence - by_hand).abs().max() / by_hand.abs().max()
 print(f"largest difference from section 2: {float(error):.0e} of the largest influence")
@@ -152,7 +153,7 @@ def move(size, direction):
 def fall():
     """How far the target's loss is below that at the start."""
     with torch.no_grad():
-        now = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
+        now = loss_of(setup, setup.policy, batch, step.rows, step, cfg)
     return loss_before - now.policy.item()
 
 
@@ -262,7 +263,7 @@ picture("i6_words", f"tokens after {prompts[best // G].text!r}", "influence")
 many = replace(cfg, num_generations=24)
 held_out = grpo.collect(setup, setup.eval_prompts[:4], many, seed=3)
 all_of_it = next(grpo.optimizer_steps(held_out, many, seed=1))
-elsewhere = tracin.gradient_of(grpo.losses, setup, many, held_out, all_of_it, "policy")
+elsewhere = tracin.gradient_of(setup, many, held_out, all_of_it, "policy")
 on_held_out = tape.dot(elsewhere)                                               # (N,)
 
 
@@ -369,7 +370,7 @@ smooth = replace(cfg, epsilon=1e9)      # no clip
 def weighed_gradient(weights):
     """{parameter: gradient} of the batch's loss with weights (N,) on the rollouts."""
     weighed = replace(batch, row_weights=weights)
-    return tracin.gradient_of(grpo.losses, setup, smooth, weighed, step, "policy")
+    return tracin.gradient_of(setup, smooth, weighed, step, "policy")
 
 
 def train(weights):

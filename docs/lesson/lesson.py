@@ -38,6 +38,7 @@ import grpo
 from common.files import ROOT
 from common.script import BadInput, exit_codes, optional
 from data.prompts import draw_prompts
+from loss import clipped_objective, kl_estimate, loss_of
 from rollout import completion_states
 from run.settings import load_settings
 
@@ -118,7 +119,7 @@ picture("3_advantages", "rollouts of each prompt", "advantage")
 ratio = torch.linspace(0, 3, 101)[:, None]                                      # (n, 1)
 plt.figure(figsize=(5, 3))
 for A in (1.0, -1.0):
-    objective = grpo.clipped_objective(ratio, ratio.log(), torch.full((101,), A), cfg)
+    objective = clipped_objective(ratio, ratio.log(), torch.full((101,), A), cfg)
     plt.plot(ratio, objective, label=f"advantage {A:+g}")
 picture("4_clip", f"ratio = policy / sampler; epsilon = {cfg.epsilon}", "objective")
 
@@ -136,12 +137,12 @@ batch = grpo.collect(setup, prompts, cfg, seed=2)
 mask = batch.loss_mask                          # (N, T) tokens of completions, not padding
 step = next(grpo.optimizer_steps(batch, cfg, seed=1))       # all rows of the batch
 start = {name: x.clone() for name, x in setup.policy.state_dict().items()}
-loss = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
+loss = loss_of(setup, setup.policy, batch, step.rows, step, cfg)
 loss.total.backward()
 setup.optimizer.step()
 setup.optimizer.zero_grad()
 with torch.no_grad():
-    after = grpo.loss_of(setup, setup.policy, batch, step.rows, step, cfg)
+    after = loss_of(setup, setup.policy, batch, step.rows, step, cfg)
 change = (after.logp - batch.rollout.logp).sum(1)                               # (N,)
 print(f"ratio {float(loss.ratio.mean()):.6f}, loss {float(loss.total.detach()):+.6f}")
 plt.figure(figsize=(5, 3))
@@ -153,7 +154,7 @@ picture("5_step", "advantage", "change of log-prob")
 # Look for a dot above 0 whose advantage is below 0: it became likelier although it was below
 # average. Rollouts share words, and a step on one moves the others too.
 #
-# **Try:** flip the sign of the objective in `grpo.clipped_objective` and run the lesson. Then run
+# **Try:** flip the sign of the objective in `loss.clipped_objective` and run the lesson. Then run
 # `python grpo.py config/lesson.py --out_dir=out/flipped` and look at the reward. Flip it back!
 #
 # ## 6. A second step on the same rollouts
@@ -165,7 +166,7 @@ picture("5_step", "advantage", "change of log-prob")
 # %%
 def pull_of(how):
     """The ratio and the pull (M,) of all M tokens, with the settings `how`."""
-    loss = grpo.loss_of(setup, setup.policy, batch, step.rows, step, how)
+    loss = loss_of(setup, setup.policy, batch, step.rows, step, how)
     slope, = torch.autograd.grad(loss.policy, loss.logp)                        # (N, T)
     return loss.ratio[mask], -slope[mask] * step.num_tokens
 
@@ -201,7 +202,7 @@ def take_steps(count, how):
     restart()
     ratios = []
     for _ in range(count):
-        loss = grpo.loss_of(setup, setup.policy, batch, step.rows, step, how)
+        loss = loss_of(setup, setup.policy, batch, step.rows, step, how)
         ratios.append(loss.ratio[mask])
         loss.total.backward()
         setup.optimizer.step()
@@ -267,11 +268,11 @@ ref_logp = grpo.reference_logprobs(setup, fresh, cfg).detach()[drawn]           
 d = torch.linspace(-3, 3, 101)
 plt.figure(figsize=(7, 3.5))
 for name, color in ("k1", "C0"), ("k2", "C1"), ("k3", "C2"):
-    k = grpo.kl_estimate(logp, ref_logp, name)
+    k = kl_estimate(logp, ref_logp, name)
     noise = (k - exact).std() / len(k) ** 0.5
     print(f"{name}: mean {k.mean():.4f} ± {noise:.4f}, of single tokens the standard deviation is "
           f"{k.std():.3f}; negative {(k < 0).float().mean():.0%}")
-    plt.plot(d, grpo.kl_estimate(-d, torch.zeros(101), name), color=color, label=name)
+    plt.plot(d, kl_estimate(-d, torch.zeros(101), name), color=color, label=name)
     plt.scatter(ref_logp - logp, k, s=8, alpha=0.3, color=color)
 plt.xlim(-1.5, 1.5)
 plt.ylim(-1.5, 2)
@@ -289,7 +290,7 @@ picture("7_kl", "d = log-prob by the reference less log-prob by the policy", "es
 how = replace(many, beta=1.0)
 batch_kl = grpo.collect(setup, prompts, how, seed=3)
 whole = next(grpo.optimizer_steps(batch_kl, how, seed=1))
-loss = grpo.loss_of(setup, setup.policy, batch_kl, whole.rows, whole, how)
+loss = loss_of(setup, setup.policy, batch_kl, whole.rows, whole, how)
 before = exact_kl().mean()
 setup.optimizer.state.clear()
 loss.kl.backward()
@@ -316,7 +317,7 @@ def learn(how):
     for it in range(ITERATIONS):
         batch = grpo.collect_iteration(setup, it, how)
         ref_logp = grpo.reference_logprobs(setup, batch.rollout, how).detach()
-        kl = grpo.kl_estimate(batch.rollout.logp, ref_logp, "k3")[batch.loss_mask].mean()
+        kl = kl_estimate(batch.rollout.logp, ref_logp, "k3")[batch.loss_mask].mean()
         curve.append([batch.rewards.mean(), kl])
         grpo.update(setup, batch, None, how, seed=it)
     return torch.tensor(curve)

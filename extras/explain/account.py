@@ -39,6 +39,7 @@ import grpo
 from common.device import free_memory, full_precision
 from common.script import BadInput, seed_for
 from common.supervised import Progress
+from loss import losses
 from tracin import Recording, gradient_of
 
 DAMPING = 0.3
@@ -51,8 +52,8 @@ DRAWS = 3           # of the smoothness
 class Taken(NamedTuple):
     """An optimizer step as the run took it."""
     it: int         # its iteration, from 0
-    batch: Any      # grpo.Batch, with the row_weights of this step
-    step: Any       # grpo.Step
+    batch: Any      # loss.Batch, with the row_weights of this step
+    step: Any       # loss.Step
     clip: float     # what its gradient was multiplied by
     lr: float
     decay: Tensor   # (W,) of each weight
@@ -200,7 +201,7 @@ def hessian_times(setup, cfg, k, weights, directions):
     vector_to_parameters(weights, setup.trained)
     products = torch.zeros_like(directions)
     with sdpa_kernel(SDPBackend.MATH):      # no other attention has a second derivative
-        for loss, _ in grpo.losses(exact, setup.policy, k.batch, k.step, cfg):
+        for loss, _ in losses(exact, setup.policy, k.batch, k.step, cfg):
             g = gradient(loss.total, setup.trained, create_graph=True)
             for i, d in enumerate(directions):
                 products[i] += gradient(g @ d, setup.trained, retain_graph=True)
@@ -210,7 +211,7 @@ def hessian_times(setup, cfg, k, weights, directions):
 def multiplied(setup, cfg, k, weights, directions):
     """Products (n, N) of directions (n, W) with the rollouts' parts of the gradient of step k."""
     vector_to_parameters(weights, setup.trained)
-    with Recording(grpo.losses, setup, k.batch, k.step, False, cfg) as recording:
+    with Recording(setup, k.batch, k.step, False, cfg) as recording:
         for loss, _ in recording.passes():
             loss.policy.backward()
     return torch.stack([recording.tape.dot(by_parameter(setup, d)) for d in directions]).cpu()
@@ -256,7 +257,7 @@ def account(setup, cfg, states, taken, course, folder, hessian=True, damping=DAM
         if predicts:
             effects[:, k.it] += products[len(G):]
         for part in parts_of_loss:
-            g = gradient_of(grpo.losses, setup, cfg, k.batch, k.step, part)
+            g = gradient_of(setup, cfg, k.batch, k.step, part)
             rest[part][:, k.it] += (G @ flat(g.values())).cpu()
         rest["decay"][:, k.it] -= k.lr * (slope @ (k.decay * before[0])).cpu()
         if predicts and hessian:
@@ -300,7 +301,7 @@ def train_again(setup, cfg, states, taken, factors):
     for k in taken:
         weights = k.batch.row_weights * factors[k.it].to(k.batch.row_weights)
         batch = replace(k.batch, row_weights=weights)
-        for loss, _ in grpo.losses(setup, setup.policy, batch, k.step, cfg):
+        for loss, _ in losses(setup, setup.policy, batch, k.step, cfg):
             loss.total.backward()
         clip_grad_norm_(setup.trained, cfg.max_grad_norm or math.inf)
         for group in setup.optimizer.param_groups:

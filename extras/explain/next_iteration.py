@@ -41,7 +41,7 @@ def next_iteration(setup, path, cfg):
     if step is None:
         raise BadInput(f"{path}: no rollout of the next iteration carries loss; try --before")
     batch.policy_mask = grpo.policy_mask_of(setup, batch, step, True, cfg)
-    with Recording(grpo.losses, setup, batch, step, True, cfg) as recording:
+    with Recording(setup, batch, step, True, cfg) as recording:
         for loss, rows in recording.passes():
             recording.backward(loss, rows)
     found = find_influence(recording, held_out, seed_for(seed, "select", 0))

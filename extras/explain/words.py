@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import grpo
 from common.device import full_precision
 from data.tokenizer import end_tokens
+from loss import losses
 from rollout import completion_logprobs
 
 
@@ -43,7 +43,7 @@ def logprob_changes(policy, direction, rollout, temperature):
 def token_slopes(setup, cfg, batch, step):
     """d (policy's loss) / d log-prob (N, T) of the tokens of a step; 0 elsewhere."""
     slopes = torch.zeros_like(batch.rollout.logp)
-    for loss, rows in grpo.losses(setup, setup.policy, batch, step, cfg):
+    for loss, rows in losses(setup, setup.policy, batch, step, cfg):
         slopes[rows], = torch.autograd.grad(loss.policy, loss.logp)
     return slopes
 

@@ -125,7 +125,7 @@ FAULTS = [
         tokens_without_loss),
     Fault(
         "It drifts away from the text it knew. With a higher beta it only drifts faster.",
-        "loss", "grpo.py",
+        "loss", "loss.py",
         "loss.kl = cfg.beta * aggregate(",
         "loss.kl = -cfg.beta * aggregate(",
         "The KL is a cost, so it is added to what is minimised. With a minus it is a prize, and "
@@ -149,7 +149,7 @@ FAULTS = [
     Fault(
         "It learned the judge, not the task: the reward rises and rises, that of the evaluation "
         "does not.",
-        "score", "grpo.py",
+        "score", "judge/rewards.py",
         "masked_fill(groups.isnan().all(2), math.nan)",
         "masked_fill(groups.isnan().all(2), 0.0)",
         "A reward that is not known (None) is no reward of 0. All other rewards here are below 0, "
@@ -186,7 +186,7 @@ FAULTS = [
         mean_of_a_group),
     Fault(
         "Nothing is ever clipped, however many passes I make over a batch.",
-        "loss", "grpo.py",
+        "loss", "loss.py",
         "log_ratio = logp - old_logp",
         "log_ratio = logp - logp.detach()",
         "The old log-probs are those of the sampler. Taken again before each step they are always "

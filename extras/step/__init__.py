@@ -14,6 +14,7 @@ import torch
 
 import grpo
 from common.script import seed_for
+from loss import Step, loss_of
 from rollout import completion_logprobs
 from run.checkpoint import load_checkpoint, newest_checkpoint
 from run.evaluation import evaluate
@@ -139,8 +140,8 @@ def print_measures(measures, before=None):
 def trainer_of(row, setup, batch, cfg):
     """What the loss makes of a row -> log-probs (T,) of its tokens, gradient (T,) by these."""
     rows = torch.tensor([row], device=setup.device)
-    step = grpo.Step(0, rows, len(batch.loss_mask), int(batch.loss_mask.sum()))
-    loss = grpo.loss_of(setup, setup.policy, batch, rows, step, cfg)
+    step = Step(0, rows, len(batch.loss_mask), int(batch.loss_mask.sum()))
+    loss = loss_of(setup, setup.policy, batch, rows, step, cfg)
     gradient, = torch.autograd.grad(loss.total, loss.logp)
     return loss.logp[0].detach(), gradient[0]
 

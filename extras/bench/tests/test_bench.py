@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import extras.bench.__main__ as bench
 import grpo
+import loss
 import tracin
 from common.files import ROOT
 from extras.bench import card, phases
@@ -83,7 +84,7 @@ def test_phases_add_up_to_an_iteration_of_a_run(monkeypatch):
     setup.generate = takes(1, setup.generate)
     monkeypatch.setattr(grpo, "all_scores", takes(10, grpo.all_scores))
     monkeypatch.setattr(grpo, "reference_logprobs", takes(100, grpo.reference_logprobs))
-    monkeypatch.setattr(grpo, "loss_of", takes(1000, grpo.loss_of))
+    monkeypatch.setattr(loss, "loss_of", takes(1000, loss.loss_of))
     monkeypatch.setattr(tracin, "find_influence", takes(1e4, tracin.find_influence))
     monkeypatch.setattr(setup.optimizer, "step", takes(1e5, setup.optimizer.step))
     monkeypatch.setattr(phases, "now", lambda device: time_now[0])

@@ -127,7 +127,7 @@ def slope_by_hand(setup, cfg, weights, sentence):
 
 def whole(setup, cfg, k):
     """The gradient of step k."""
-    return flat(tracin.gradient_of(grpo.losses, setup, cfg, k.batch, k.step).values())
+    return flat(tracin.gradient_of(setup, cfg, k.batch, k.step).values())
 
 
 def part(setup, cfg, k, i, name="policy"):
@@ -135,7 +135,7 @@ def part(setup, cfg, k, i, name="policy"):
     factors = torch.zeros_like(k.batch.row_weights)
     factors[i] = k.batch.row_weights[i]
     batch = replace(k.batch, row_weights=factors)
-    return flat(tracin.gradient_of(grpo.losses, setup, cfg, batch, k.step, name).values())
+    return flat(tracin.gradient_of(setup, cfg, batch, k.step, name).values())
 
 
 def by_hand(setup, cfg, states, taken, slopes):
