@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from grpo import collect, group_advantages, kl_estimate, loss_masks, update
+from grpo import collect, group_advantages, loss_masks, update
+from loss import kl_estimate
 from rollout import Sampling, completion_logprobs, truncate
 from worlds import (
     END, PROMPTS, TOKENIZER, forward, gradient, loss_of_rows, mean_token, plain_logps, settings,

@@ -14,8 +14,8 @@ import torch
 import grpo
 import tracin
 from common.files import ROOT
-from grpo import Step, collect, update
-from loss import loss_of
+from grpo import collect, update
+from loss import Step, loss_of
 from rollout import completion_entropies, completion_logprobs
 from run.check import check
 from tracin import Average, HeldOut, choose_targets, select, target_coefficients

@@ -10,7 +10,9 @@ import typing
 import pytest
 import torch
 
-from grpo import decoupled_advantages, group_advantages, kl_estimate, total_reward
+from grpo import decoupled_advantages, group_advantages
+from judge.rewards import total_reward
+from loss import kl_estimate
 from run.settings import Settings
 from worlds import assert_near, generator_of, gradient, loss_of_rows
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.supervised import Progress
-from grpo import Loss
+from loss import Loss
 from run import report
 from run.flags import notes, problems, problems_of_evaluation
 from run.report import StepLog, print_iteration, print_verdict, print_warnings
