@@ -33,7 +33,7 @@ def test_only_the_answer_tells_the_line(number):
 
 
 def edit(folder, old, new):
-    path = f"{folder}/grpo.py"
+    path = f"{folder}/loss.py"
     with open(path, encoding="utf-8") as f:
         source = f.read()
     assert source.count(old) == 1
@@ -73,7 +73,7 @@ def runs(monkeypatch, tmp_path):
     found = []
 
     def run_copy(folder, flags, quiet=False):
-        with open(f"{folder}/grpo.py", encoding="utf-8") as f:
+        with open(f"{folder}/loss.py", encoding="utf-8") as f:
             is_healthy = FAULTS[1].old in f.read()
         found.append((is_healthy, flags))
         if "--bad" in flags:
