@@ -336,15 +336,6 @@ def test_select(how, fraction, rows):
     assert keep.nonzero()[:, 0].tolist() == rows and not fallback
 
 
-def test_the_fallback_keeps_the_better_half():
-    influence = torch.cat([-torch.arange(1.0, 21), torch.zeros(5)])     # those of 0 do not count
-    keep, fallback = select(influence, "positive")
-    assert fallback and keep.tolist() == [True] * 10 + [False] * 15
-    influence[18:20] = 1.0      # one in ten
-    keep, fallback = select(influence, "positive")
-    assert not fallback and torch.equal(keep, influence > 0)
-
-
 def test_controls_keep_as_many_as_positive_does():
     influence = torch.tensor([3.0, -1, 2, -5, 1, -2])
     advantages = torch.tensor([.1, -2, .3, 1, -.2, 0])

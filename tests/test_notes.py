@@ -8,17 +8,33 @@ The project began with five diaries of people who lost days to silent mistakes i
     003     one step of GRPO taken apart, in ten phases
     004     ratio, environment, reference and values: what was silently wrong
 Each was lost once, without anybody's noticing. Numbers are checked by hand elsewhere; here it is
-asked that they are there, that the settings are, and that failures of the notes, provoked in runs,
-are named.
+asked that they are there, where a reader sees them, that the settings are, and that the failures of
+the notes are named, each with what to do. A test's name says what would be lost, and of which note.
+`python .ci/planted.py gone` takes out twenty-nine of these things, one at a time.
 """
+import math
 import re
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 
+import grpo
 from common.files import ROOT
 from rollout import Rollout
-from worlds import load_settings, read_rows, skip_without
+from run.flags import notes, problems, problems_of_evaluation
+from run.settings import Settings
+from test_report import EVERYTHING, FULL, GOOD, GROUPS, found
+from tracin import select
+from worlds import (
+    assert_refused, load_settings, read_rows, refusal, settings, skip_without, world)
+
+
+def read_page(path):
+    with open(f"{ROOT}/{path}", encoding="utf-8") as f:
+        return f.read()
+
 
 # ------------------------------------------------------------------------------------------------
 # numbers, lines and settings
@@ -36,7 +52,7 @@ LOGGED = {
     "001": "tracin/target_contrast tracin/self_share",
     "002": """
         kl kl_loss reward reward_std reward_min reward_max frac_reward_zero_std
-        identical_completions logp entropy""",
+        identical_completions logp entropy tokens_without_loss""",
     "003": "advantage_std advantage_min advantage_max grad_norm kl_grad_share",
     "004": """
         ratio ratio_std ratio_min ratio_max forced ref_tensors_differing
@@ -47,8 +63,24 @@ LOGGED = {
         rewards/judge/mean rewards/judge/std"""}
 OF_A_CRITIC = """
     val/mean val/std returns/mean val/grad_norm critic_loss val/var_explained"""
-LINES = ("iter 1/2: ", "[Micro 0] 1.", "[Micro 0] 2.", "[Micro 0] 3.", "[Micro 0] 4.", "5.",
+LINES = ("iter 1/2", "[Micro 0] 1.", "[Micro 0] 2.", "[Micro 0] 3.", "[Micro 0] 4.", "5.",
          "reference synced")
+NUMBER = r"-?\d+(\.\d+)?"
+# note: what a line shows (the line: its beginning; what follows it, indented, belongs to it)
+SHOWN = {
+    "002: the memory in use": (r"\[Micro 0\] [1-4]\.|5\.", rf"mem={NUMBER} MB"),
+    "002: the time of each part": (r"\[Micro 0\] [1-4]\.|5\.", rf"time={NUMBER}s"),
+    "002: rewards, their mean and spread": (r"\[Micro 0\] 3\.", rf"rewards={NUMBER}±{NUMBER}"),
+    "002: the policy's loss": (r"\[Micro 0\] 4\.", rf"pg_loss={NUMBER}"),
+    "002: the KL beside it": (r"\[Micro 0\] 4\.", rf"kl={NUMBER}"),
+    "002: the loss in all": (r"\[Micro 0\] 4\.", rf"total={NUMBER}"),
+    "002: the loss of an iteration": ("iter 1/2", rf"loss {NUMBER}"),
+    "002: the reward of an iteration": ("iter 1/2", rf"reward {NUMBER}"),
+    "002: the KL of an iteration": ("iter 1/2", rf"kl {NUMBER}"),
+    "002: the time of an iteration": ("iter 1/2", rf"\b(?<!eta ){NUMBER} ?s\b"),
+    "002: the time that is left": ("iter 1/2", rf"eta {NUMBER}"),
+    "003: the gradient's norm": ("iter 1/2", rf"grad_norm {NUMBER}"),
+    "004: how far the reference is after a sync": ("reference synced", "0 tensors differ")}
 # note: settings that it asks for
 SETTINGS = {
     "000, its target": """
@@ -72,7 +104,15 @@ def run(run_grpo, tmp_path_factory):
     out = run_grpo(folder, "--tracin=reward", "--tracin_val_prompts=2", "--beta=0.1",
                    "--max_iters=2", "--ref_model_sync_steps=1", "--ref_model_mixup_alpha=1",
                    "--eval_interval=1")
-    return out, read_rows(folder / "metrics.jsonl")
+    return out, read_rows(folder / "metrics.jsonl"), folder
+
+
+def shown_by(out, start):
+    """Lines of a run that begin so, each with what follows it indented; without colours."""
+    out = re.sub(r"\x1b\[[\d;]*m", "", out)
+    lines = [m[0] for m in re.finditer(rf"^(?:{start}).*(?:\n +\S.*)*", out, re.MULTILINE)]
+    assert lines, f"no line begins with {start}"
+    return lines[0] if len(lines) == 1 else "\n".join(lines)
 
 
 @pytest.mark.parametrize("note", LOGGED)
@@ -80,8 +120,7 @@ def test_numbers_are_logged_and_explained(note, run):
     names = LOGGED[note].split()
     for m in run[1]:
         assert m.keys() >= set(names), f"metrics.jsonl lacks {set(names) - m.keys()}"
-    with open(f"{ROOT}/docs/running.md", encoding="utf-8") as f:
-        page = f.read()
+    page = read_page("docs/running.md")
     for name in names:
         family, _, last = name.rpartition("/")
         short = re.escape("target_grad_norm/NAME" if family.count("/") else last)
@@ -92,6 +131,8 @@ def test_the_values_of_a_critic_are_logged(run_grpo, tmp_path):
     """And where they do not move, it is said."""
     skip_without("critic")
     out = run_grpo(tmp_path / "run", "--critic=True", "--value_coef=0")
+    assert re.search(rf"critic {NUMBER}", shown_by(out, "iter 1/")), (
+        "the line of an iteration lacks the critic's loss: note 002")
     names = set(OF_A_CRITIC.split())
     assert all(m.keys() >= names for m in read_rows(tmp_path / "run" / "metrics.jsonl"))
     assert re.search("WARNING: .*value_coef", out), "nothing is said of values that do not move"
@@ -102,9 +143,94 @@ def test_each_part_of_an_iteration_has_its_line(start, run):
     assert f"\n{start}" in run[0]
 
 
+@pytest.mark.parametrize("what", SHOWN)
+def test_a_line_shows_what_a_note_asks_for(what, run):
+    start, part = SHOWN[what]
+    for line in re.split(r"\n(?! )", shown_by(run[0], start)):
+        assert re.search(part, line), f"gone from a line, note {what}:\n{line}"
+
+
+def test_the_environments_share_is_shown_and_logged(run_grpo, tmp_path):
+    skip_without("environment")
+    path = tmp_path / "answers.py"
+    path.write_text(
+        "max_turns = 1\ndef environment(prompts, transcripts): return [' yes' for _ in prompts]\n")
+    out = run_grpo(tmp_path / "run", path, "--stop_strings=('e',)", "--max_iters=1")
+    share = 100 * read_rows(tmp_path / "run" / "metrics.jsonl")[0]["forced"]
+    assert share > 0 and f"{share:.1f} % environment" in shown_by(out, "iter 1/"), (
+        "004: the line of an iteration does not say which share the environment wrote")
+
+
+def test_the_end_of_a_run_shows_before_and_after(run):
+    """003: each measure and the same prompts, before training and after it."""
+    out, _, folder = run
+    table = out[out.rindex("before"):] if "before:" not in out else out
+    before, *_, after = read_rows(folder / "eval.jsonl")
+    for name, x in before.items():
+        if isinstance(x, float) and isinstance(after[name], float):
+            assert re.search(rf"^{re.escape(name)} +{x:.4f} +{after[name]:.4f}", table, re.M), (
+                f"003: the table of before and after lacks {name}")
+    for old, new in zip(before["samples"], after["samples"]):
+        assert repr(old["completion"]) in table and repr(new["completion"]) in table, (
+            "003: the completions of before and after are not shown")
+
+
+def test_samples_say_their_influence_and_what_became_of_it(run):
+    """000: do the rollouts that are kept look reasonable?"""
+    for row in read_rows(run[2] / "samples.jsonl"):
+        assert {"prompt", "completion", "reward", "advantage", "influence", "weight"} <= row.keys(), (
+            f"000: a row of samples.jsonl lacks its influence or its weight: {list(row)}")
+        assert row["weight"] == float(row["influence"] > 0), "000: what is positive is kept"
+
+
+def test_wandb_gets_the_metrics_until_it_fails(run_grpo, tmp_path, monkeypatch):
+    """000 and 003. Then the run goes on, says so, and asks it no more."""
+    logged = []
+
+    def log(row, step):
+        logged.append((step, row))
+        if step == 2:
+            raise ConnectionError("unreachable")
+
+    wandb = ModuleType("wandb")
+    wandb.init = lambda **about: logged.append(about)
+    wandb.log = log
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    text = run_grpo(tmp_path, "--wandb_project=toys", "--max_iters=3")
+    assert len(logged) == 4, f"wandb gets {[step for step, _ in logged[1:]]}, not 0, 1 and 2"
+    begun, (_, first), (_, row), (last, _) = logged
+    assert begun["project"] == "toys" and begun["config"]["num_prompts"] == 4
+    assert "eval/perplexity" in first and last == 2
+    assert row["reward"] == read_rows(tmp_path / "metrics.jsonl")[0]["reward"]
+    assert "wandb.log" in text, "nothing says that it failed"
+    assert (tmp_path / "ckpt_000003.pt").exists(), "the run did not come to its end"
+
+
 @pytest.mark.parametrize("note", SETTINGS)
 def test_a_setting_is_there(note):
     load_settings([f"--{flag}" for flag in SETTINGS[note].split()])
+
+
+@pytest.mark.parametrize("name", ("quick_test", "quick_test_clip"))
+def test_the_quick_test_ends_with_a_verdict(name):
+    cfg = load_settings([f"{ROOT}/config/{name}.py"])
+    assert cfg.expect_rise > 0, f"002: config/{name}.py ends without a verdict"
+
+
+def test_compile_is_off_until_it_is_asked_for(run_grpo, tmp_path, monkeypatch):
+    """002: it took minutes, and nobody had asked for it. Here the compiler changes nothing."""
+    skip_without("compiled")
+    compiled = []
+
+    def compiler(model, **how):
+        compiled.append(model)
+        return model
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    run_grpo(tmp_path / "off", "--max_iters=1")
+    assert not compiled, "002: it compiles unasked"
+    run_grpo(tmp_path / "on", "--max_iters=1", "--compile=True")
+    assert compiled, "002: compile = True compiles nothing"
 
 
 # phase of --debug_step, by its title: what it shows, whatever its words
@@ -213,6 +339,147 @@ def test_a_failure_is_named(failure, run_grpo, tmp_path):
     for name in names:
         assert any(re.search(name, line) for line in said), (
             f"nothing names {name}, where {failure.partition(': ')[2]}: {said}")
+
+
+# the failure of a note: kind of its warning, what a run's metrics say (beside EVERYTHING)
+WARNED = {
+    "002: no function scored anything": (
+        "reward", dict(reward=math.nan, reward_min=math.nan, reward_max=math.nan)),
+    "002: all rewards are equal": ("equal", dict(reward_min=0.5, reward_max=0.5)),
+    "002: one reward of several is constant": ("constant b", {"rewards/b/std": 0.0}),
+    "002: no token carries loss": ("tokens", dict(num_completion_tokens=0)),
+    "002: tokens that carry no loss and should": ("mask", dict(tokens_without_loss=3)),
+    "002: all log-probs are near zero": ("logp", dict(logp=-1e-4)),
+    "002: all completions are truncated": ("length", {"completions/clipped_ratio": 1.0}),
+    "002: the reward is not the sum": ("sum", dict(reward=0.6)),
+    "003: identical completions": ("identical", dict(identical_completions=0.75)),
+    "003: the entropy has collapsed": ("entropy", dict(entropy=0.1)),
+    "003: zero gradient": ("gradient", dict(grad_norm=5e-7)),
+    "003: the KL is above 5": ("kl", dict(kl=5.25)),
+    "003: a negative KL": ("negative", dict(kl=-0.01)),
+    "003: a KL that is a prize": ("kl sign", dict(kl_loss=-0.01)),
+    "003: the KL rules": ("kl share", dict(kl_grad_share=3.0)),
+    "003: the KL holds nothing": ("kl share", dict(kl_grad_share=1e-5, kl=0.4)),
+    "004: ratio off on the first pass": (
+        "ratio", {"sampling/sampling_logp_difference/mean": 0.0512}),
+    "004: old log-probs that are recomputed": (
+        "steps", dict(ratio_min=1.0, ratio_max=1.0, num_steps=4)),
+    "004: every call of a tool fails": ("tools", {"tools/failure_frequency": 1.0}),
+    "004: values that do not move": ("values", {"val/std": 0.0}),
+    "004: the critic explains nothing": ("critic", {"val/var_explained": -0.2}),
+    "004: the reference differs after a sync": ("sync", dict(ref_tensors_differing=3)),
+    "000: nothing was kept": ("empty", {"tracin/empty_steps": 1}),
+    "000: hardly any influence is positive": (
+        "fallback", {"tracin/fallback": 1.0, "tracin/positive_ratio": 0.05}),
+    "000: a target that is noise": ("noise", {"tracin/target_cosine": 0.05}),
+    "001: a target of the best": ("contrast", {"tracin/target_contrast": 0.2}),
+    "001: own parts": ("self", {"tracin/self_share": 1.18}),
+    "000: influence that does not add up": ("invariant", {"tracin/invariant_error": 2e-3}),
+    "000: influence that is not a number": ("invariant", {"tracin/invariant_error": math.nan})}
+
+
+@pytest.mark.parametrize("failure", WARNED)
+def test_each_warning_fires_in_its_case_alone(failure):
+    kind, wrong = WARNED[failure]
+    kinds = list(found(EVERYTHING | wrong))
+    assert kinds == [kind], f"note {failure}: {kind!r} is not the only warning, but {kinds}"
+
+
+def test_a_warning_about_a_metric_that_is_not_there_is_a_mistake():
+    """A misspelled name must not be a warning that never comes."""
+    for missing in {next(iter(wrong)) for _, wrong in WARNED.values()}:
+        if missing in ("tracin/invariant_error", "kl_grad_share", "ref_tensors_differing"):
+            continue        # not every iteration has them
+        some = {name: x for name, x in EVERYTHING.items() if name != missing}
+        with pytest.raises(KeyError, match=missing):
+            found(some, first=some)
+
+
+def test_an_iteration_that_takes_several_times_the_median_is_noted():
+    """002: a slow iteration."""
+    for seconds, earlier, kinds in ((9.0, [30.0, 1.0, 2.0, 2.0], ["slow"]), (9.0, [1.0] * 3, []),
+                                    (2.0, [1.0] * 9, [])):
+        kinds_found = [kind for kind, _ in notes(GOOD | {"step_time": seconds}, earlier)]
+        assert kinds_found == kinds, f"002: {seconds} s after {earlier} is {kinds_found or 'silent'}"
+
+
+def every_flag():
+    """{kind: sentence} of all warnings and notes."""
+    flags = {}
+    for kind, wrong in WARNED.values():
+        flags |= {kind: found(EVERYTHING | wrong)[kind]}
+    own = Settings(functions={"advantage": None}, zero_std_groups="drop")
+    for changes, cfg, groups in (
+            (dict(frac_reward_zero_std=1.0), Settings(), GROUPS),
+            (dict(frac_reward_zero_std=1.0), own, GROUPS),
+            (dict(advantage_group_mean=0.1), Settings(), GROUPS), ({}, Settings(), GROUPS * 1e-5)):
+        flags |= dict(problems(GOOD | changes, cfg, torch.float32, GOOD, groups))
+    before = {"reward": 0.5, "distinct_2": 0.9, "kl": 0.0}
+    after = {"reward": 0.1, "distinct_2": 0.1, "kl": 0.6}
+    flags |= dict(problems_of_evaluation(before, after, noise=0.02, logged_kl=0.1))
+    return flags | dict(notes(GOOD | {"loss": 0.0, "step_time": 9.0}, [1.0] * 4))
+
+
+def kinds_of_flags():
+    """The kinds that run/flags.py yields, as they stand there."""
+    kinds = re.findall(r'yield f?"([a-z ]+)"|yield f"([a-z]+) \{', read_page("run/flags.py"))
+    return sorted({a or f"{b} b" for a, b in kinds})
+
+
+@pytest.mark.parametrize("kind", kinds_of_flags())
+def test_what_to_turn_has_a_row_for_each_kind_of_flag(kind):
+    """A row quotes the line: `KL ... is exploding`. NAME and N stand for what differs."""
+    flags = every_flag()
+    assert kind in flags, f"nothing above provokes {kind!r} of run/flags.py"
+    table = read_page("docs/running.md").partition("\n## What to turn\n")[2].partition("\n## ")[0]
+    quotes = []
+    for row in re.findall(r"^\|.*\|$", table, re.MULTILINE):
+        trouble, number, line, remedy = (cell.strip() for cell in row.strip("|").split("|"))
+        assert remedy, f"'What to turn' has no remedy for {trouble}"
+        quotes += re.findall("`(.+?)`", line)
+    patterns = [re.sub(r"\\\.\\\.\\\.|\bNAME\b|\bN\b", ".*", re.escape(q.removeprefix("note: ")))
+                for q in quotes]
+    assert any(re.search(pattern, flags[kind]) for pattern in patterns), (
+        f"docs/running.md, 'What to turn', has no row for {kind!r}: {flags[kind]}")
+
+
+def test_the_fallback_keeps_the_better_half():
+    """000's first fix."""
+    influence = torch.cat([-torch.arange(1.0, 21), torch.zeros(5)])     # those of 0 do not count
+    keep, fallback = select(influence, "positive")
+    assert fallback and keep.tolist() == [True] * 10 + [False] * 15, (
+        "000: hardly any influence is positive, and the better half is not kept")
+    influence[18:20] = 1.0      # one in ten
+    keep, fallback = select(influence, "positive")
+    assert not fallback and torch.equal(keep, influence > 0)
+
+
+@pytest.mark.parametrize("tracin", ("off", "self"))
+def test_an_environments_token_under_the_loss_stops_the_run(tracin):
+    """004."""
+    cfg = settings(tracin=tracin, micro_batch_size=5)
+    setup, batch = world(cfg)
+    batch.rollout.sampled_mask = batch.rollout.sampled_mask.clone()     # not the loss's
+    batch.rollout.sampled_mask[7, 0] = False        # as if an environment had written it
+    before = [p.clone() for p in setup.trained]
+    assert "1 token" in refusal(grpo.update, setup, batch, None, cfg, seed=1)
+    assert all(map(torch.equal, setup.trained, before)), "a step was taken"
+
+
+def test_a_language_model_is_no_judge(run_grpo, tiny, tmp_path):
+    """002: the judge was one, and nobody saw it."""
+    assert_refused(("'policy'", "'judge'"), run_grpo, tmp_path / "run", f"--judge={tiny.policy}")
+
+
+def test_a_prompt_and_the_table_name_the_same_tools(run_grpo, tmp_path):
+    """004: the prompt said slack_send_message, the table send_slack_message."""
+    skip_without("environment")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"{i} slack_send(text)\n" for i in range(9)))
+    path = tmp_path / "tools.py"
+    path.write_text("def send(text): return text\ntools = {'send_slack': send}\n")
+    assert_refused(("'slack_send'", "'send_slack'"), run_grpo, tmp_path / "run",
+                   path, f"--prompts={prompts}", f"--eval_prompts={prompts}")
 
 
 def test_a_sync_that_does_nothing_is_named(run_grpo, tmp_path, monkeypatch):

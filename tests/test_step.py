@@ -276,17 +276,6 @@ def test_what_is_not_finite_is_named(what, check):
         "a step was taken")
 
 
-@pytest.mark.parametrize("tracin", ("off", "self"))
-def test_an_environments_token_under_the_loss_stops_the_run(tracin):
-    cfg = settings(tracin=tracin, micro_batch_size=5)
-    setup, batch = world(cfg)
-    batch.rollout.sampled_mask = batch.rollout.sampled_mask.clone()     # not the loss's
-    batch.rollout.sampled_mask[7, 0] = False        # as if an environment had written it
-    before = weights_of(setup.policy)
-    assert "1 token" in refusal(update, setup, batch, None, cfg, seed=1)
-    assert torch.equal(weights_of(setup.policy), before), "a step was taken"
-
-
 def test_a_model_with_dropout_is_found_out():
     setup, batch = world(settings())
     setup.policy.lm_head.register_forward_hook(

@@ -212,11 +212,9 @@ def test_calls_and_failures_are_counted_in_the_texts():
 
 
 def test_prompts_and_table_name_the_same_tools():
-    """A real mistake: the prompt said slack_send_message, the table send_slack_message."""
+    """Another name is refused: tests/test_notes.py."""
     table = {"calc": calc, "send_slack_message": str}
     check_prompts_name(table, ["calc(2*2), send_slack_message(text)", "What is (2*2)?"])
-    assert_refused(("'slack_send_message'", "'send_slack_message'"), check_prompts_name, table,
-                   ["You have slack_send_message(text). Hello"])
 
     async def waits(text):
         return text
