@@ -461,7 +461,7 @@ MISTAKES = [
         "[004: ratio off on the first pass]",
         ("004, a ratio that is off: gone", "if difference > 0.05:", "if False:")),
     *of("common/files.py", "test_notes.py::test_a_language_model_is_no_judge",
-        ("002, a language model as judge: its refusal is gone", "    if found != kind:\n",
+        ("002, the refusal of a language model as judge: gone", "    if found != kind:\n",
          "    if False:\n")),
     *of("run/flags.py", "test_notes.py::test_each_warning_fires_in_its_case_alone"
         "[001: own parts]",

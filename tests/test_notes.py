@@ -10,7 +10,7 @@ The project began with five diaries of people who lost days to silent mistakes i
 Each was lost once, without anybody's noticing. Numbers are checked by hand elsewhere; here it is
 asked that they are there, where a reader sees them, that the settings are, and that the failures of
 the notes are named, each with what to do. A test's name says what would be lost, and of which note.
-`python .ci/planted.py gone` takes out twenty-nine of these things, one at a time.
+`python .ci/planted.py ": gone"` takes out twenty-nine of these things, one at a time.
 """
 import math
 import re
@@ -178,7 +178,7 @@ def test_the_end_of_a_run_shows_before_and_after(run):
 def test_samples_say_their_influence_and_what_became_of_it(run):
     """000: do the rollouts that are kept look reasonable?"""
     for row in read_rows(run[2] / "samples.jsonl"):
-        assert {"prompt", "completion", "reward", "advantage", "influence", "weight"} <= row.keys(), (
+        assert {"reward", "advantage", "influence", "weight"} <= row.keys(), (
             f"000: a row of samples.jsonl lacks its influence or its weight: {list(row)}")
         assert row["weight"] == float(row["influence"] > 0), "000: what is positive is kept"
 
@@ -399,8 +399,8 @@ def test_an_iteration_that_takes_several_times_the_median_is_noted():
     """002: a slow iteration."""
     for seconds, earlier, kinds in ((9.0, [30.0, 1.0, 2.0, 2.0], ["slow"]), (9.0, [1.0] * 3, []),
                                     (2.0, [1.0] * 9, [])):
-        kinds_found = [kind for kind, _ in notes(GOOD | {"step_time": seconds}, earlier)]
-        assert kinds_found == kinds, f"002: {seconds} s after {earlier} is {kinds_found or 'silent'}"
+        said = [kind for kind, _ in notes(GOOD | {"step_time": seconds}, earlier)]
+        assert said == kinds, f"002: {seconds} s after {earlier}: {said or 'not a word'}"
 
 
 def every_flag():

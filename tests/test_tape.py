@@ -6,10 +6,6 @@ J (n, P) holds the gradient of every row, one line each, so that what a tape ans
 algebra: w @ J and J @ G.
 """
 import functools
-import os
-import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from common.device import autocast
-from common.files import ROOT
 from tape import Tape, check_exact, inner
 from worlds import (
     assert_close, generator_of, gradient, random_gpt, random_ids, refusal, shaken, with_lora)
@@ -260,17 +255,6 @@ def test_the_calls_for_a_row_do_not_grow_with_the_micro_batches():
     # left: entries_by_row looks each micro-batch through
     assert many < few + 20 * 16, f"{many} calls for 16 micro-batches, {few} for 2"
     assert few < 64 * 10 + 42 * 20, f"{few} calls for 64 rows of a matrix and 41 vectors"
-
-
-def test_the_example_of_the_tape_needs_nothing_but_tape(tmp_path):
-    """tape.py alone beside it, as one who copies it out has it."""
-    with open(os.path.join(ROOT, "docs/influence.md"), encoding="utf-8") as f:
-        example = f.read().split("`tape.py` needs only torch:\n\n```python\n")[1].split("```")[0]
-    (tmp_path / "example.py").write_text(example)
-    shutil.copy(os.path.join(ROOT, "tape.py"), tmp_path)
-    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, text=True,
-                          capture_output=True)
-    assert done.returncode == 0, done.stderr
 
 
 # ------------------------------------------------------------------------------------------------
