@@ -157,7 +157,8 @@ FLAGS = {
     "loss cispo": "--loss_type=cispo --epsilon_high=5.0 --num_iterations=2 --mini_batch_size=8",
     "loss sapo": "--loss_type=sapo --num_iterations=2 --mini_batch_size=8",
     "loss two-sided": "--delta=1.5 --epsilon_high=0.3 --num_iterations=2 --learning_rate=3e-3",
-    "GSPO": "--importance_sampling_level=sequence --loss_type=grpo --num_iterations=2 --epsilon=0.003",
+    "GSPO": "--importance_sampling_level=sequence --loss_type=grpo --num_iterations=2 "
+            "--epsilon=0.003",
     "MaxRL": "--scale_rewards=mean",
     "std of the batch": "--scale_rewards=batch",
     "no std": "--scale_rewards=none",
@@ -361,7 +362,8 @@ def write(folder, checkout, names):
             rows = rows_of(name, checkout, parent)
             failed = [row for row in rows.values() if row.get("exit code")]
             (folder / f"{name}.json").write_text(json.dumps(rows, indent=0))
-            print(f"ran  {name}: {len(rows)} rows" + f", FAILED {failed}" * bool(failed), flush=True)
+            failure = f", FAILED {failed}" if failed else ""
+            print(f"ran  {name}: {len(rows)} rows{failure}", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ PAGES = sorted(str(path.relative_to(ROOT)) for path in [
 OF_NOW = [path for path in PAGES if path not in ("docs/results.md", "docs/changes.md")]
 # files of a run, and of the user; of a published model, and of those who read along
 NOT_OURS = re.compile(
-    r"mine|my_|RUN|HOST|NAME|FILE|CONFIG|^out\b|^ckpt|^config\.(json|py)$|\.(jsonl|csv|txt|html|json|gguf"
-    r"|safetensors|jinja|png)$|^(tokenizer|model|vocab|merges)\b|/home|~|\*|\.\.\.")
+    r"mine|my_|RUN|HOST|NAME|FILE|CONFIG|^out\b|^ckpt|^config\.(json|py)$|^(tokenizer|vocab|merges)"
+    r"|\.(jsonl|csv|txt|html|json|gguf|safetensors|jinja|png)$|/home|~|\*|\.\.\.")
 MODULES = ("pytest", "venv", "pip", "torch")
 
 
@@ -43,7 +43,7 @@ SOURCE = {path: path.read_text(encoding="utf-8") for path in source_files()}
 
 
 def flags_of_commands():
-    """Names of the flags that commands have beside the settings: keys of what own_flags is given."""
+    """Flags that commands have beside the settings: the keys of what own_flags is given."""
     names = set()
     for text in SOURCE.values():
         if "own_flags" not in text:

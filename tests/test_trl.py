@@ -11,7 +11,7 @@ import torch
 import grpo
 from run.metrics import batch_metrics
 from run.settings import Settings
-from worlds import read_rows, settings, world
+from worlds import forward, gradient, read_rows, settings, setup_of, skip_without, world
 
 
 def scores_by_prompt(prompts, completions):
@@ -105,3 +105,16 @@ def test_rewards_are_equal_beside_their_size(size):
 def test_the_critic_starts_without_a_clip():
     """PPO's fifth row: it is in units of the reward."""
     assert Settings().value_clip is None
+
+
+def test_the_values_share_the_policys_forward_pass():
+    """PPO's first row: what the values learn moves the policy's own weights."""
+    skip_without("critic")
+    cfg = settings(critic=True, num_generations=6)
+    setup = setup_of(cfg)
+    with torch.no_grad():
+        setup.policy.value_head.linear.weight += 0.1
+    batch = grpo.collect(setup, setup.prompts, cfg, 1)
+    loss = forward(setup, batch, cfg)
+    assert gradient(loss.critic, [setup.policy.wte.weight]).any(), (
+        "PPO's row 1: the values' loss does not reach the policy")
