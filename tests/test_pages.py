@@ -18,7 +18,7 @@ from run.settings import HINTS, load_settings
 ROOT = Path(ROOT)
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [
     ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("extras/*/README.md")])
-OF_NOW = [path for path in PAGES if path not in ("docs/results.md", "docs/changes.md")]
+OF_NOW = [path for path in PAGES if path != "docs/results.md"]
 # files of a run, and of the user; of a published model, and of those who read along
 NOT_OURS = re.compile(
     r"mine|my_|RUN|HOST|NAME|FILE|CONFIG|^out\b|^ckpt|^config\.(json|py)$|^(tokenizer|vocab|merges)"
