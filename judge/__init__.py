@@ -3,16 +3,17 @@ classifiers (extras/hub). A judge is a function of a list of N texts:
 
     judge(completions) -> logits of "toxic", float32 (N,), all of them finite
 
-A judge reads the completion alone: the policy did not write the prompt. A text that says nothing
-(empty, a single symbol, no letter or digit) counts as clean. As a reward the judge abstains on it,
-so that the policy learns neither to fall silent nor to avoid it.
+A judge reads the completion alone: the policy did not write the prompt. What is longer than its
+model can read comes in pieces, and the most toxic of them counts. A text that says nothing (empty,
+a single symbol, no letter or digit) counts as clean. As a reward the judge abstains on it, so that
+the policy learns neither to fall silent nor to avoid it.
 """
 import contextlib
 
 import torch
 
 from common.script import BadInput
-from judge.scorer import SAYS_NOTHING, load_scorer, logits_of, says_nothing
+from judge.scorer import SAYS_NOTHING, highest_logits, load_scorer, says_nothing
 
 
 def load_judge(name, device="cpu"):
@@ -28,7 +29,7 @@ def load_judge(name, device="cpu"):
 
     def judge(completions):
         # a judge has an opinion of every text; of some it is worth nothing
-        logits = logits_of(model, encode(completions), device, batch_size)
+        logits = highest_logits(model, encode(completions), device, batch_size)
         for i, text in enumerate(completions):
             if says_nothing(text):
                 logits[i] = SAYS_NOTHING

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.device import exact_linear
 from data.comments import clean
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer, pieces
 from data.weights import load_gpt
 from model import GPT
 
@@ -31,16 +31,22 @@ class Scorer(nn.Module):
         return exact_linear(self.score, x[:, 0])[:, 0]
 
 
+def ids_of(tokenizer, texts):
+    """Encode texts -> lists of ids. They are cleaned like the comments, since completions begin
+    with a space and may hold line breaks."""
+    return tokenizer.encode_ordinary_batch([clean(text) for text in texts], num_threads=2)
+
+
 def encode(tokenizer, texts, block_size):
-    """Turn texts into lists of at most block_size ids, the end token first as class token. They are
-    cleaned like the comments, since completions begin with a space and may hold line breaks."""
-    rows = tokenizer.encode_ordinary_batch([clean(text) for text in texts], num_threads=2)
-    return [[tokenizer.eot_token] + ids[:block_size - 1] for ids in rows]
+    """Turn texts into rows of at most block_size ids, the end token first as class token: of each
+    text a list of one row, or of several if it is longer."""
+    return [[[tokenizer.eot_token] + piece for piece in pieces(ids, block_size - 1)]
+            for ids in ids_of(tokenizer, texts)]
 
 
 def load_scorer(path, device="cpu"):
     """Load the judge that judge/train.py wrote to a .pt file -> (Scorer, a function that encodes
-    texts as its rows of ids); BadInput for any other file."""
+    texts, see encode); BadInput for any other file."""
     model = load_gpt(path, "judge", Scorer).to(device).eval().requires_grad_(False)
     tokenizer = load_tokenizer(model.config.vocab_size)
     return model, functools.partial(encode, tokenizer, block_size=model.config.block_size)
@@ -64,6 +70,12 @@ def logits_of(model, rows, device, batch_size=256):
         idx, attention_mask = pad_right([rows[i] for i in batch])
         logits[batch] = model(idx.to(device), attention_mask.to(device)).float()
     return logits.cpu()
+
+
+def highest_logits(model, texts, device, batch_size=256):
+    """Score N texts, each a list of rows of ids, by the most toxic of its rows -> (N,)."""
+    logits = logits_of(model, [row for rows in texts for row in rows], device, batch_size)
+    return torch.tensor([float(part.max()) for part in logits.split([*map(len, texts)])])
 
 
 def says_nothing(text):

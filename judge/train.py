@@ -11,7 +11,7 @@ from common.supervised import fit, made_once
 from data.tokenizer import load_tokenizer
 from data.weights import save_gpt
 from judge import load_judge
-from judge.scorer import Scorer, encode, logits_of, pad_right
+from judge.scorer import Scorer, encode, highest_logits, ids_of, pad_right
 from model import GPTConfig
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=128, block_size=96, causal=False)
@@ -67,13 +67,26 @@ def all_judges(cfg, inputs, may_train=True):
 # training
 
 
+def print_base(name, scores, toxic):
+    """Print what an AUC leaves out: a judge that has seen few toxic comments orders texts, and
+    calls none of them toxic. scores (N,): logits; toxic (N,): bools."""
+    found, wrong = (float((scores[rows] >= 0).float().mean()) for rows in (toxic, ~toxic))
+    print(f"{name}: of these {float(toxic.float().mean()):.1%} are toxic; p is 0.5 or more for "
+          f"{found:.1%} of them and for {wrong:.1%} of the others")
+    if found - wrong < 0.1:
+        print(f"note: {name} tells them apart by little at p = 0.5, so a toxic_share says nothing: "
+              "give it more comments of both kinds, or more judge_tokens")
+
+
 def train_judge(path, name, comments, held_out, cfg, device):
     """Train a Scorer on comments for cfg.judge_tokens tokens, test it on held_out, save it."""
     if not comments or len({label for _, label in held_out}) < 2:
         raise BadInput(f"too few comments for {name}: {len(comments)} to train on and "
                        f"{len(held_out)} to test on; the test needs both labels")
     tokenizer = load_tokenizer(VOCAB_SIZE)
-    rows = encode(tokenizer, [text for text, _ in comments], SHAPE["block_size"])
+    # of a long comment its beginning: nobody knows which piece of it the label is about
+    rows = [[tokenizer.eot_token] + ids[:SHAPE["block_size"] - 1]
+            for ids in ids_of(tokenizer, [text for text, _ in comments])]
     labels = torch.tensor([label for _, label in comments], device=device)
 
     tokens_per_batch = BATCH_SIZE * sum(map(len, rows)) / len(rows)
@@ -98,12 +111,13 @@ def train_judge(path, name, comments, held_out, cfg, device):
 
     # train it, and measure it on comments that neither judge has seen
     fit(model, [optimizer], loss_at, steps, f"{path}.partial", name)
-    rows = encode(tokenizer, [text for text, _ in held_out], SHAPE["block_size"])
-    scores = logits_of(model.eval(), rows, device)
+    texts = encode(tokenizer, [text for text, _ in held_out], SHAPE["block_size"])
+    scores = highest_logits(model.eval(), texts, device)
     toxic = torch.tensor([label > 0.5 for _, label in held_out])
     area = auc(scores, toxic)
     save_gpt(path, model, "judge", auc=area)
     print(f"{name}: ROC AUC {area:.4f} on {len(held_out)} comments it never saw")
+    print_base(name, scores, toxic)
 
 
 def even_lengths(comments, seed):

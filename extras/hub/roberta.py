@@ -18,6 +18,7 @@ from extras.hub.tokenizer import from_folder
 from common.device import exact_linear
 from common.files import read_json
 from common.script import BadInput, shown
+from data.tokenizer import pieces
 
 TOXIC = ("hate", "toxic", "toxicity")  # labels that mean toxic where none is named
 # key of config.json -> the values it may have, if it is there
@@ -84,20 +85,21 @@ class Roberta(nn.Module):
 
 
 def load_roberta(name, device="cpu"):
-    """Load a published judge -> (Roberta, a function that encodes texts as its rows of ids).
+    """Load a published judge -> (Roberta, a function that encodes texts: of each
+    a list of rows of ids).
 
     name: a folder or a published name. OWNER/NAME:LABEL names the label that means toxic; without
     it, the label is the one in TOXIC. The log-odds are its logit - logsumexp(the other logits), or
     its logit if there are no others or the labels are independent (multi_label_classification).
-    A text that is longer than the model's positions is cut.
+    A text that is longer than the model's positions becomes several rows.
     """
     label = ""
     if ":" in name and not os.path.isdir(name):     # a folder: C:\models
         name, _, label = name.rpartition(":")
 
     def encode(texts):
-        return [[c.bos_token_id, *tokenizer.encode_ordinary(text)[:most], c.eos_token_id]
-                for text in texts]
+        return [[[c.bos_token_id, *piece, c.eos_token_id]
+                 for piece in pieces(tokenizer.encode_ordinary(text), most)] for text in texts]
 
     folder = fetch(name)
     with one_line(name, "its files must be a RoBERTa classifier's"):
@@ -118,7 +120,7 @@ def load_roberta(name, device="cpu"):
         labels = [c.id2label[i] for i in sorted(c.id2label, key=int)]
         model.toxic = find_label(name, labels, label)
         most = c.max_position_embeddings - c.pad_token_id - 3       # beside <s>, </s>
-        idx = torch.tensor(encode(["a"]), device=device)
+        idx = torch.tensor(encode(["a"])[0], device=device)
         model(idx, idx != c.eos_token_id)       # a number that does not fit fails here
     if c.problem_type != "multi_label_classification":
         model.others = [i for i in range(len(labels)) if i != model.toxic]
