@@ -21,7 +21,7 @@ def main(argv):
     # the same prompts and the same noise, before training and after it
     rows = []
     for done, policy in ((0, setup.base), (iteration, setup.policy)):
-        measures, samples = evaluate(setup, policy, cfg, done)
+        measures, _, samples = evaluate(setup, policy, cfg, done)
         rows.append(dict(iteration=done, **measures, samples=samples))
     print_table(rows)
 

@@ -1,4 +1,5 @@
 """What an evaluation measures: the completions that a policy writes for held-out prompts."""
+import math
 from dataclasses import replace
 
 import torch
@@ -82,11 +83,21 @@ def distinct(completions, k, n):
     return sum(shares) / len(shares)
 
 
+def prompt_rewards(rewards, names, cfg):
+    """The mean reward of each prompt's completions, None where it is not known. rewards (N, K): by
+    the functions of these names. One of weight 0 counts for nothing."""
+    known = dict(zip(cfg.reward_funcs, cfg.reward_weights))
+    weights = torch.tensor([known.get(name, 0.0) for name in names], dtype=torch.float64)
+    means = rewards.view(-1, cfg.num_eval_generations, len(weights)).nanmean(1)     # (B, K)
+    totals = (means * weights)[:, weights != 0].sum(1)                              # (B,)
+    return [None if math.isnan(x) else x for x in totals.tolist()]
+
+
 @torch.no_grad()
 def evaluate(setup, policy, cfg, iteration=0):
     """Sample num_eval_generations completions of each prompt, always with the same noise, and
-    measure them -> ({measure: number}, the first completions with their prompts). iteration: how
-    many are done, for rewards that ask."""
+    measure them -> ({measure: number}, the mean reward of each prompt, the first completions with
+    their prompts). iteration: how many are done, for rewards that ask."""
     # of whole distributions, at a temperature of their own
     k = cfg.num_eval_generations
     how = replace(cfg.untruncated(cfg.eval_temperature), num_generations=k,
@@ -121,4 +132,4 @@ def evaluate(setup, policy, cfg, iteration=0):
     measures["says_nothing"] = sum(map(says_nothing, completions)) / len(completions)
     samples = [dict(prompt=prompts[i].text, completion=completions[i])
                for i in range(0, len(prompts), k)[:NUM_SHOWN]]
-    return measures, samples
+    return measures, prompt_rewards(rewards, functions, cfg), samples

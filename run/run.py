@@ -4,6 +4,7 @@ A run around its loop: folder, logs, checkpoints, evaluations, signals. The loop
 import contextlib
 import math
 import os
+import statistics
 import time
 
 from common.files import read_log
@@ -19,6 +20,9 @@ from run.folder import claimed_folder
 from run.metrics import batch_metrics, rollout_toxicity
 from run.report import (
     StepLog, print_iteration, print_table, print_verdict, print_warnings, reward_of)
+
+
+MOST_UNSCORED = 3       # iterations in a row in which every reward is None: then a run ends
 
 
 def is_due(done, interval):
@@ -79,6 +83,21 @@ def is_failure(error):
     return isinstance(error, Exception)
 
 
+def noise_between(before, after, std, num_generations):
+    """Standard error of how far the mean reward of two evaluations differs; NaN where nothing is
+    known. std: of the reward of single completions."""
+    # of the completions that there are, as if each stood alone
+    pairs = zip(before.get("prompt_rewards", ()), after.get("prompt_rewards", ()))
+    changes = [new - old for old, new in pairs if None not in (old, new)]
+    if not changes:
+        return math.nan
+    alone = std * math.sqrt(2 / (len(changes) * num_generations))
+
+    # but training moves the completions of a prompt together: does one prompt change as others do?
+    together = statistics.pstdev(changes) / math.sqrt(max(1, len(changes) - 1))
+    return max(alone, together)
+
+
 class Run:
     """A run: its folder, its logs and what it prints; see main and train of grpo.py."""
 
@@ -94,6 +113,7 @@ class Run:
         self.seconds = []                       # of each iteration
         self.kls = []                           # of each iteration, with beta
         self.earlier = {}                       # {iteration: reward} that a resumed run repeats
+        self.num_unscored = 0                   # iterations in a row in which no reward was known
         self.gaps = []                          # of the rewards of repeated iterations
 
         # for a signal, and for what fails after it
@@ -262,6 +282,7 @@ class Run:
         print_warnings(m, cfg, self.setup.dtype, self.warned, self.first, groups, self.seconds)
 
         # and what is kept of it: a row of metrics, a row for each completion
+        self.num_unscored = self.num_unscored + 1 if math.isnan(m["reward"]) else 0
         self.seconds.append(seconds)
         self.kls += [m["kl"]] if "kl" in m else []
         append_rows(self.folder, "metrics.jsonl", [m])
@@ -303,20 +324,28 @@ class Run:
         stopped = any(all_gather([self.stopped()]))
         if self.is_evaluated(done):
             self.evaluate(done)
-        if last or stopped or is_due(done, cfg.save_interval):
+        leaves = stopped or self.num_unscored >= MOST_UNSCORED
+        if last or leaves or is_due(done, cfg.save_interval):
             self.save(done)
+        if self.num_unscored >= MOST_UNSCORED:
+            raise SystemExit(
+                f"stopped after iteration {done}, which is saved: no completion of the last "
+                f"{self.num_unscored} iterations got a reward, so nothing was learned; is the "
+                "judge down? The same command continues")
         if stopped and not last:
             raise KeyboardInterrupt(f"saved after iteration {done}; the same command continues")
 
     def evaluate(self, iteration):
         """Print and log an evaluation of the policy."""
         # the same prompts and noise as before training
-        measures, samples = evaluate(self.setup, self.setup.policy, self.cfg, iteration)
+        measures, prompt_rewards, samples = evaluate(
+            self.setup, self.setup.policy, self.cfg, iteration)
         values = ", ".join(f"{k} {v:.4f}" for k, v in measures.items())
         print(f"eval {iteration}: {values}", flush=True)
 
         # log it, and warn of what has fallen since the first one
-        row = dict(iteration=iteration, **measures, samples=samples)
+        row = dict(iteration=iteration, **measures, prompt_rewards=prompt_rewards,
+                   samples=samples)
         append_rows(self.folder, "eval.jsonl", [row])
         self.first_evaluation = self.first_evaluation or row
         if self.first:
@@ -325,10 +354,9 @@ class Run:
 
     def compare(self, before, after):
         """Warn of what fell between two evaluations."""
-        cfg = self.cfg
-        rows = [row | {"reward": reward_of(row, cfg)} for row in (before, after)]
-        num_rows = cfg.num_eval_prompts * cfg.num_eval_generations
-        noise = self.first["reward_std"] * math.sqrt(2 / num_rows)      # of the difference
+        rows = [row | {"reward": reward_of(row, self.cfg)} for row in (before, after)]
+        noise = noise_between(
+            before, after, self.first["reward_std"], self.cfg.num_eval_generations)
         for _, text in problems_of_evaluation(*rows, noise, self.logged_kl()):
             print(f"WARNING: {text}")
 

@@ -8,7 +8,7 @@ from rollout import Sampling
 from run import evaluation
 from run.evaluation import evaluate, perplexity_under, rows_at_once
 from run.sampling import sample_completions
-from worlds import WORD_PROMPTS, WORDS, setup_of, shaken, skip_without, word_gpt, words
+from worlds import WORD_PROMPTS, WORDS, letters, setup_of, shaken, skip_without, word_gpt, words
 
 
 def world_of(**knobs):
@@ -54,6 +54,25 @@ def test_a_perplexity_beyond_all_numbers_is_infinite():
     rollout = sample_completions(setup, setup.policy, WORD_PROMPTS, cfg, 1).rollout
     perplexity, _ = perplexity_under(setup.base, rollout, cfg)
     assert perplexity == math.inf, "tokens that are not the likeliest ones have probability 0"
+
+
+def test_the_rewards_of_the_prompts_are_those_of_the_measures():
+    """Of a function of weight 0, or one that abstains, a prompt's reward does not depend."""
+    def half(prompts, completions):
+        return [None if i % 2 or prompt == "what" else float(len(text))
+                for i, (prompt, text) in enumerate(zip(prompts, completions))]
+
+    def watched(completions):
+        return [None] * len(completions)
+
+    functions = {"half": half, "letters": letters, "watched": watched}
+    cfg = words(functions, (0.5, 2.0, 0.0), num_eval_generations=4)
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    measures, found, _ = evaluate(setup, setup.policy, cfg)
+    assert [x is None for x in found] == [prompt.text == "what" for prompt in WORD_PROMPTS]
+    cfg.reward_weights = (0.0, 1.0, 0.0)
+    measures, found, _ = evaluate(setup, setup.policy, cfg)
+    assert sum(found) / 4 == pytest.approx(measures["rewards/letters"])
 
 
 def test_many_rows_are_sampled_together_as_far_as_memory_goes():

@@ -2,6 +2,7 @@
 That each fires in its case: test_notes.py."""
 import math
 import re
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from loss import Loss
 from run import report
 from run.flags import problems, problems_of_evaluation
 from run.report import StepLog, print_iteration, print_verdict, print_warnings
-from run.run import Run
+from run.run import Run, noise_between
 from run.settings import Settings
 from worlds import printed, refusal
 
@@ -232,6 +233,20 @@ def test_small_is_meant_beside_what_it_is_measured_by():
             (PLAIN, 5e-6, GROUPS * 1e-5, ["rounding"]), (unscaled, 5e-6, GROUPS * 1e-5, []),
             (PLAIN, 0.5, GROUPS * 1e-2, [])):
         assert list(found(GOOD | {"reward": reward}, cfg, groups=groups)) == kinds
+
+
+def test_noise_counts_the_completions_that_there_are_and_prompts_that_change_together():
+    """64 prompts may be asked for where the file has two."""
+    alike = noise_between({"prompt_rewards": [0.1, 0.5]}, {"prompt_rewards": [0.0, 0.4]}, 0.3, 8)
+    assert alike == pytest.approx(0.3 * math.sqrt(2 / 16)), "the rows are 2 x 8"
+    # 25 completions of a prompt that are all the same text are one number
+    changes = [0.3, -0.4, 0.2, -0.5, 0.6, -0.2, 0.1, -0.1]
+    found = noise_between({"prompt_rewards": [0.5] * 8},
+                          {"prompt_rewards": [0.5 + x for x in changes]}, 0.3, 25)
+    assert found == pytest.approx(statistics.stdev(changes) / math.sqrt(8))
+    unknown = noise_between({"prompt_rewards": [None, 0.5]}, {"prompt_rewards": [0.1, 0.5]}, 0.3, 8)
+    assert unknown == pytest.approx(0.3 * math.sqrt(2 / 8)), "what is not known is not counted"
+    assert math.isnan(noise_between({}, {"prompt_rewards": [0.1]}, 0.3, 8)), "an older run's log"
 
 
 def test_what_fell_between_two_evaluations():

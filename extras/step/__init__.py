@@ -126,7 +126,7 @@ def print_setup(setup, cfg):
 def measured(setup, cfg, done):
     """The measures of an evaluation after `done` iterations, with "reward": the weighted sum of its
     rewards."""
-    measures, _ = evaluate(setup, setup.policy, cfg, done)
+    measures, *_ = evaluate(setup, setup.policy, cfg, done)
     return {"reward": reward_of(measures, cfg)} | measures
 
 
