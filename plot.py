@@ -140,9 +140,12 @@ def draw_curve(ax, x, y, number, all_marked):
 
 
 def start_at_zero(ax, values):
-    """A y axis from 0, with room above the highest value."""
+    """A y axis from 0, or from the least value where that is below, with room beyond them all."""
     known = np.concatenate([y[~np.isnan(y)] for y in values])
-    ax.set_ylim(0, 1.1 * known.max() or 1)
+    low = min(0, known.min())
+    high = max(0, known.max())
+    room = 0.1 * (high - low) or 1
+    ax.set_ylim(low - room if low < 0 else 0, high + room)
 
 
 def legend_names(groups):

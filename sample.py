@@ -15,7 +15,7 @@ from common.script import BadInput, own_flags, run_script, seed_for     # before
 
 import torch
 
-from data.prompts import Prompt, encode_prompt
+from data.prompts import Prompt, encode_prompt, note_blanks
 from grpo import prepare, read_inputs
 from judge.rewards import reward_facts, score
 from run.checkpoint import last_of, load_checkpoint
@@ -57,6 +57,8 @@ def speak(setup, policy, cfg, prompt, num, chat=False, iteration=0):
 def answer(setup, policies, cfg, prompt, own):
     """Print what each of policies {title: (policy, iterations done)} says after a prompt."""
     print(repr(prompt))
+    if not own["chat"]:
+        note_blanks([prompt], "this prompt")
     for title, (speaker, done) in policies.items():
         completions, scores = speak(setup, speaker, cfg, prompt, own["num"], own["chat"], done)
         print("  " + "".join(f"{name:>12}" for name in scores) + f"  {title}")

@@ -591,4 +591,4 @@ def check_exact(model, loss_of, rows, flat={}, tolerance=0.01):
                 refuse(tape.names[p],
                        f"row {i}'s gradient among {n} rows differs from its gradient alone by "
                        f"{error:.0%}: give the sum of the rows' losses, not a mean; rows must not "
-                       "mix")
+                       "mix, and nothing may be random (Dropout: model.eval())")

@@ -130,6 +130,8 @@ def csv_rows(lines, path):
     number = 0      # of the last whole row
     line = 1        # where the next one begins
     try:
+        if reader.fieldnames is not None and not any(map(str.strip, reader.fieldnames)):
+            raise BadInput(f"{path}: line 1 is empty, and must be the header")
         for number, row in enumerate(reader, 1):
             if None in row or None in row.values():
                 raise BadInput(f"{path}: row {number} has a different number of columns than the "
@@ -144,10 +146,24 @@ def csv_rows(lines, path):
 
 def json_row(line, number, path):
     """A line of a .jsonl file as a dict."""
+    if line[:1] in ("[", b"["):
+        raise BadInput(f"{path}: row {number} begins a JSON array: write one object a line")
     try:
-        return dict(json.loads(line))
-    except (ValueError, TypeError, RecursionError) as e:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as e:
         raise BadInput(f"{path}: row {number} is not a JSON object ({e})") from e
+    if not isinstance(row, dict):
+        raise BadInput(f"{path}: row {number} is {shown(row)}: must be a JSON object")
+    return row
+
+
+def without_nul(lines, path):
+    """These lines, refused where they are no UTF-8: plain English in UTF-16 looks like it."""
+    for number, line in enumerate(lines, 1):
+        if "\0" in line:
+            raise BadInput(f"{path}: line {number} holds NUL, so it is not UTF-8; save the file as "
+                           "UTF-8 text")
+        yield line
 
 
 def ending_of(path):
@@ -163,7 +179,8 @@ def each_row(path):
         raise BadInput(f"{path}: must end in .txt, .csv or .jsonl, or one of these and .gz")
 
     # line by line
-    with opened_text(path) as lines:
+    with opened_text(path) as text:
+        lines = without_nul(text, path)
         if ending == ".txt":
             for line in lines:
                 yield {"text": line.rstrip("\r\n")}
@@ -226,6 +243,10 @@ def load_torch(path, kind=None):
         check_sums(here)
         return torch.load(here, map_location="cpu", weights_only=True)
     except Exception as e:  # torch reports broken files in a dozen ways
+        if "Weights only load failed" in str(e):
+            raise BadInput(f"{path}: holds objects, and only tables of tensors and plain numbers "
+                           "are opened: save it again, model.state_dict() for a model and float(x) "
+                           "for a number of numpy") from e
         advice = " (a run continues from the one before, once this is moved away)" * (kind == "run")
         raise BadInput(
             f"{path}: not a readable checkpoint, perhaps damaged or cut short{advice}") from e
@@ -234,6 +255,10 @@ def load_torch(path, kind=None):
 def check_kind(content, kind, path):
     """Raise BadInput unless save_file wrote this for that kind."""
     found = content.get("kind") if isinstance(content, dict) else None
+    if found is None:
+        raise BadInput(f"{path}: is no checkpoint of this project, of kind {kind!r}, and none of "
+                       "nanoGPT's train.py, with model_args; weights alone, a state_dict(), have "
+                       "no shape")
     if found != kind:
         raise BadInput(f"{path}: holds {found!r} where a checkpoint of kind {kind!r} is needed")
 

@@ -19,6 +19,7 @@ import math
 from common.files import each_row, file_of_package
 from common.script import BadInput, shown
 
+NO_LABEL = ("", "-1", "-1.0")      # what is written where nobody has rated a comment
 # percentiles of a hash of the text: the order of the file does not matter, and duplicates share a
 # split
 SPLITS = {
@@ -88,18 +89,26 @@ def load_comments(path=None, text_field="text", label_field="is_offensive"):
 
     # text and label of every row
     comments = []
+    left_out = []       # names of fields of rows without a label
     for number, row in enumerate(each_row(path), 1):
         where = f"{path}: row {number}"
-        for field, setting in ((text_field, "text_field"), (label_field, "label_field")):
-            if field_of(row, field) is None:
-                raise BadInput(f"{where} has no field {field!r}; it has {sorted(row)}: name it as "
-                               f"{setting}")
+        if field_of(row, text_field) is None:
+            raise BadInput(f"{where} has no field {text_field!r}; it has {sorted(row)}: name it as "
+                           "text_field")
         text = clean(as_text(field_of(row, text_field), text_field, where))
-        label = read_label(field_of(row, label_field), label_field, where)
-        if text:
-            comments.append((text, label))
+        label = field_of(row, label_field)
+        if label is None or str(label).strip() in NO_LABEL:
+            left_out.append(sorted(row))
+        elif text:
+            comments.append((text, read_label(label, label_field, where)))
+    if left_out and not comments:
+        raise BadInput(f"{path}: no row has a label in {label_field!r}; the first has "
+                       f"{left_out[0]}: name it as label_field")
     if not comments:
         raise BadInput(f"{path}: holds no comments")
+    if left_out:
+        print(f"note: {path}: {len(left_out)} rows without a {label_field} (none, empty or -1) are "
+              "left out")
     return comments
 
 

@@ -58,8 +58,8 @@ def encode_prompt(tokenizer, content, where):
     # a chat, in the model's own template
     if isinstance(content, list):
         if getattr(tokenizer, "chat_template", None) is None:   # only a published model has one
-            raise BadInput(f"{where} is a list of messages, and this policy has no chat template: "
-                           "give text, or a policy with a template")
+            raise BadInput(f"{where} is {shown(content)}: must be text: a list is for messages, "
+                           "and this policy has no chat template")
         return tokenizer.encode_chat(content, where)
 
     # or text as it is
@@ -68,17 +68,34 @@ def encode_prompt(tokenizer, content, where):
     return content, [*before, *ids] if ids else []      # an empty prompt stays empty
 
 
-def note_marks(tokenizer, prompts, field, source):
-    """Print a note if prompts that are plain text hold special tokens of the model: somebody has
-    rendered them already, and as text a mark is a dozen tokens of brackets and bars."""
-    marks = special_tokens(tokenizer)
+def note_blanks(texts, source):
+    """Print a note if some texts to continue end in a blank, after which a policy is out of its
+    depth: a token of a word has its blank in front."""
+    count = sum(text.endswith((" ", "\t")) for text in texts)
+    if count:
+        print(f"note: {source}: {count} of {len(texts)} end in a blank, and the next word has one "
+              "in front: few words fit then; take the blanks off")
+
+
+def note_texts(tokenizer, prompts, field, source):
+    """Print notes on prompts that are plain text and look like something else."""
     plain = [prompt.text for prompt in prompts
              if not isinstance(field_of(prompt.row, field), list)]
+    note_blanks(plain, f"{source}: prompts")
+
+    # somebody has rendered them already; as text a mark is a dozen tokens of brackets and bars
+    marks = special_tokens(tokenizer)
     found = [mark for text in plain for mark in marks if mark in text]
     if found:
         count = sum(any(mark in text for mark in marks) for text in plain)
         print(f"note: {source}: {count} of {len(prompts)} prompts hold {found[0]}, which stays "
               "text there and becomes no special token; give a chat as a list of messages")
+
+    # a list of messages that a table of text has made text
+    count = sum(bool(re.match(r"\s*\[\s*\{.*['\"]role['\"]", text, re.DOTALL)) for text in plain)
+    if count:
+        print(f"note: {source}: {count} of {len(prompts)} prompts are messages that became text, "
+              "and stay text; give a chat as a list, in a .jsonl file")
 
 
 def read_prompt(tokenizer, row, field, where):
@@ -87,9 +104,9 @@ def read_prompt(tokenizer, row, field, where):
     if content is None:
         raise BadInput(f"{where} is {shown(row)}: must hold the prompt as {field!r}")
 
-    # rewards ask for a chat as `messages`, for text as the column it was
+    # rewards ask for a chat as `messages`, unless that is a column, and for text as its column
     if isinstance(content, list):
-        row = row | {"messages": content}
+        row = {"messages": content} | row
     else:
         content = as_text(content, field, where)
     text, ids = encode_prompt(tokenizer, content, where)
@@ -140,7 +157,7 @@ def prompts_from(path, comments, cfg, tokenizer, limit):
     # a Prompt of each, if it leaves room for a completion
     prompts = [read_prompt(tokenizer, row, field, f"{source}: row {number}")
                for number, row in enumerate(rows, 1)]
-    note_marks(tokenizer, prompts, field, source)
+    note_texts(tokenizer, prompts, field, source)
     fitting = [prompt for prompt in prompts if 1 <= len(prompt.ids) <= limit]
     left_out = len(prompts) - len(fitting)
     if left_out and source != "comments":       # of these there are enough
@@ -174,6 +191,12 @@ def load_prompts(cfg, tokenizer, splits):
     # as many as are asked for; what is left of the held-out ones is for a target
     train = train[:cfg.max_prompts or None]
     n = cfg.num_eval_prompts
+    trained_on = {prompt.text for prompt in train}
+    used = held_out if cfg.tracin_val_prompts else held_out[:n]
+    count = sum(prompt.text in trained_on for prompt in used)
+    if count:
+        print(f"note: {count} of {len(used)} held-out prompts are trained on, too: what is "
+              "measured on them is not of new prompts")
     if len(held_out) < n:
         print(f"note: num_eval_prompts = {n}: there are {len(held_out)}, and all are taken")
     if cfg.tracin_val_prompts and cfg.tracin != "off" and len(held_out) <= n:

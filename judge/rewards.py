@@ -58,9 +58,8 @@ def arguments_of(what, function, prompts, texts, name="completions", facts=None)
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     columns = {column for prompt in prompts for column in prompt.row}
-    known = dict(facts)
-    known |= {column: [prompt.row.get(column) for prompt in prompts] for column in columns}
-    known |= {"prompts": [prompt.text for prompt in prompts], name: texts}
+    known = {column: [prompt.row.get(column) for prompt in prompts] for column in columns}
+    known |= facts | {"prompts": [prompt.text for prompt in prompts], name: texts}
 
     # what it asks for, copied value by value: one deepcopy of a list keeps what its rows share
     asked = {column: x for column, x in known.items() if takes_all or column in parameters}
@@ -151,9 +150,17 @@ def try_rewards(cfg, prompts):
     """Try the config file's rewards before anything is trained: every prompt must have the columns
     that they ask for. They score two whole groups, since a reward may compare the completions of a
     prompt: none, one, two ... words of prompts in place of completions."""
-    # does every prompt have what they ask for?
     functions = reward_functions(cfg, judges={})
     functions.pop("judge", None)
+
+    # what a step knows goes before a column of its name
+    given = {"prompts", "completions", *FACTS}
+    hidden = sorted(given & {column for prompt in prompts for column in prompt.row})
+    if functions and hidden:
+        print(f"note: a reward never gets the column {hidden[0]!r} of the prompts' file: the name "
+              "is that of something the step gives; rename the column")
+
+    # does every prompt have what they ask for?
     for name, function in functions.items():
         check_arguments(f"reward {name!r}", function, prompts, given=FACTS)
         for parameter in set(ONLY_IN_TRL) & set(inspect.signature(function).parameters):

@@ -233,6 +233,10 @@ def resume(folder, setup, cfg):
     for name, (old, new) in changed_settings(content["settings"], cfg).items():
         if name != "max_iters":
             print(f"resumed with another {name}: {old!r} -> {new!r}")
+        elif cfg.lr_decay != "constant":
+            print(f"note: resumed with another max_iters, {old} -> {new}: lr_decay = "
+                  f"{cfg.lr_decay!r} ends there, so from here on the rate is another than in one "
+                  "run of either length")
 
     # only now, when nothing is refused any more, touch the files
     if rank_and_size()[0] == 0:

