@@ -19,6 +19,9 @@ Optional:
     cache.keep(rows)              keeps only these sequences (n,), in this order
     policy.value_head(h)          a critic's values (...) of hidden states (..., C)
 
+It is in eval mode throughout, also where it is trained: a Dropout in it does nothing, since trainer
+and sampler must agree about every token.
+
 Influence asks that all trained weights are in layers that tape.py knows. A whole run asks for a
 class, which model.Policy names: policy = Policy(config), from a model.GPTConfig, and policy.config
 is that again. Sampling is compiled (extras/compiled) and policies are exported (extras/hub) only of

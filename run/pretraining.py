@@ -11,6 +11,7 @@ from common.script import BadInput, shown
 from common.supervised import fit, made_once
 from data.tokenizer import load_tokenizer
 from data.weights import load_gpt, save_gpt
+from model import GPT, Policy
 from run.policy import SHAPE, new_policy
 
 SEED = 0
@@ -62,12 +63,14 @@ def windows(stream, starts, num_anywhere, block_size, seed):
 def optimizers(model):
     """Muon (Jordan et al. 2024) for the matrices of the blocks, since it needs fewer tokens,
     and AdamW for all other weights."""
-    matrices = [p for p in model.h.parameters() if p.ndim == 2]
+    blocks = getattr(model, "h", torch.nn.Module())     # a policy of another class may have none
+    matrices = [p for p in blocks.parameters() if p.ndim == 2]
     chosen = set(matrices)
     others = [p for p in model.parameters() if p not in chosen]
-    muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0)
     adam = torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    return [muon, adam]
+    if not matrices:
+        return [adam]
+    return [torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0), adam]
 
 
 def pretrain(cfg, path, texts, held_out, device):
@@ -128,8 +131,9 @@ def get_policy(cfg, splits, device, may_train=True):
 
     shape = [getattr(cfg, name) for name in SHAPE]
     made_of = (texts, shape, cfg.pretrain_tokens, SEED, BATCH_SIZE)
-    return load_gpt(
-        made_once(cfg, f"policy-{cfg.n_layer}x{cfg.n_embd}", made_of, make, may_train))
+    kind = "policy" if Policy is GPT else f"policy-{Policy.__name__}"
+    name = f"{kind}-{cfg.n_layer}x{cfg.n_embd}"
+    return load_gpt(made_once(cfg, name, made_of, make, may_train))
 
 
 def base_policy(cfg, inputs, may_train=True):

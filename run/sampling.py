@@ -23,8 +23,7 @@ def sample_completions(setup, policy, prompts, cfg, seed):
     prompts_of_rows = [prompt for prompt in prompts for _ in range(cfg.num_generations)]
     respond = setup.environment(prompts_of_rows, cfg)
 
-    # each process samples the completions of its share of the prompts. There is no dropout
-    # anywhere, so train() and eval() are the same
+    # each process samples the completions of its share of the prompts
     with setup.autocast():
         share = setup.generate(
             policy, [prompt.ids for prompt in prompts], cfg.num_generations,

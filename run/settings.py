@@ -134,7 +134,8 @@ class Settings:
     sapo_temperature_pos: float = 1.0   # of sapo's sigmoid, where it is positive
     beta: float = 0.0                   # weight of the KL to the reference; 0: no reference pass
     # of Schulman 2020. On average k1 has no gradient in the loss without the correction below, and
-    # k2 and k3 have hardly any in the reward
+    # k2 and k3 have hardly any in the reward. k2 has no such correction: from the second step on a
+    # batch its gradient is not the KL's
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     # a term of the loss, or subtracted from each completion's reward
     kl_in: Literal["loss", "reward"] = "loss"
@@ -307,7 +308,8 @@ def use_functions(cfg):
         if name in GIVEN:
             cfg.functions[name] = in_one_line(name, function)
         elif name not in known and function not in cfg.tools.values():
-            if getattr(function, "__module__", None) == DEFINED_HERE:
+            is_theirs = getattr(function, "__module__", None) == DEFINED_HERE
+            if is_theirs and not inspect.isclass(function):     # a class serves a function
                 raise BadInput(f"config: function {name!r} is not used: list it in reward_funcs, "
                                "call it reward, or start its name with _")
             del cfg.functions[name]

@@ -1,6 +1,7 @@
 """What a config file can change: prompts, weights of rollouts, the optimizer, the divisor. Each
 does what it says, goes on after a stop with the same bits, and is refused by name where it cannot
 work. The examples are those of docs/doors.md."""
+import glob
 import math
 import random
 import signal
@@ -15,7 +16,7 @@ from common.files import ROOT
 from common.script import asked_for
 from grpo import collect, collect_iteration, group_advantages, prepare, try_functions, update
 from run.optimizer import load_state, make_optimizer
-from run.settings import load_settings
+from run.settings import GIVEN, load_settings
 from worlds import (
     WORD_PROMPTS, WORDS, assert_near, assert_refused, gradient, inputs_of, letters, read_rows,
     refusal, setup_of, steps_of, untimed_metrics, word_gpt, words, world)
@@ -76,9 +77,14 @@ def test_maxrl_refuses_what_has_no_mean_to_divide_by():
     assert_refused("logit", load_settings, ["--scale_rewards=mean"])
     assert_refused("kl_in", load_settings, [
         "--scale_rewards=mean", "--judge_score=probability", "--kl_in=reward", "--beta=0.1"])
-    below = words(lambda prompts, completions: [-1.0] * len(completions), scale_rewards="mean",
-                  judge_score="probability")
-    assert "-1" in refusal(word_world, below)
+    def given(*rewards):
+        def reward(completions):
+            return [rewards[i % len(rewards)] for i in range(len(completions))]
+        return words(reward, scale_rewards="mean", judge_score="probability")
+
+    assert "-1" in refusal(word_world, given(-1.0))
+    for rewards in ((-5.6e-17, 0.0), (0.3 - 0.1 - 0.2, 1.0, 0.0), (1e6, 1e6 * (0.3 - 0.1 - 0.2))):
+        assert word_world(given(*rewards))[1].advantages.isfinite().all(), "rounding is not below 0"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -284,6 +290,23 @@ WRONG = [       # a function, and what the line names
         [*parameters(named), torch.nn.Parameter(torch.ones(1))], rate), "named_parameters")]
 
 
+@pytest.mark.parametrize("name", ["target", "advantage"])
+def test_a_number_that_is_not_known_in_what_a_function_returns_is_named_as_the_cause(name):
+    """The judge abstains on a completion without a word, and the mean of NaN is NaN."""
+    def reward(completions):
+        return [None if i % 4 == 1 else float(i) for i in range(len(completions))]
+
+    def target(batch, policy):
+        return batch.rewards.mean() * policy.wpe.weight.sum()
+
+    function = target if name == "target" else lambda batch: batch.rewards
+    tracin = "target" if name == "target" else "off"
+    cfg = with_function(name, function, reward, tracin=tracin)
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    line = refusal(lambda: update(setup, collect(setup, WORD_PROMPTS, cfg, 1), None, cfg, 1))
+    assert f"{name} returned" in line and "4 of 16 rewards are None" in line
+
+
 @pytest.mark.parametrize("name, function, named", WRONG)
 def test_what_a_function_does_wrong_is_refused_before_training(name, function, named):
     knobs = {"weigh": SELF, "target": dict(tracin="target")}.get(name, {})
@@ -384,6 +407,38 @@ def test_choose_is_not_told_the_rewards_of_other_prompts(run_own):
     assert "told of 0\n" in other and "told of 12\n" not in other
 
 
+CONFIGS = [code.removeprefix("python\n") for path in sorted(glob.glob(f"{ROOT}/docs/*.md"))
+           for code in open(path, encoding="utf-8").read().split("```")[1::2]
+           if code.startswith("python\n") and any(f"def {name}(" in code for name in GIVEN)]
+ABSTAINS = """
+def reward(completions):
+    return [None if i % 3 == 0 or i < 4 else float(len(t)) for i, t in enumerate(completions)]
+"""
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_an_example_of_a_page_is_a_config_file_that_trains(config, run_own, tmp_path):
+    """With a reward that is not known of some completions, and of none of a group: the judge's is
+    so for one completion in fifty."""
+    run_own("run", "--max_iters=2", config=ABSTAINS + config)
+    assert len(untimed_metrics(tmp_path / "run")) == 2
+
+
+def test_a_class_in_a_config_file_serves_a_function(run_own, tmp_path):
+    own = PLAIN + """
+import torch
+
+class Slow(torch.optim.SGD):
+    pass
+
+def optimizer(named_parameters, learning_rate):
+    return Slow([p for _, p in named_parameters], lr=learning_rate)
+"""
+    run_own("run", "--max_iters=1", config=own)
+    unused = PLAIN + "def other(completions): return []"
+    assert_refused("'other' is not used", run_own, "unused", config=unused)
+
+
 def test_max_prompts_is_the_size_of_the_pool(run_own, tmp_path):
     run_own("run", "--max_prompts=5", "--max_iters=4", config=PLAIN)
     rows = read_rows(tmp_path / "run/samples.jsonl")
@@ -410,6 +465,21 @@ def test_best_of_n_imitates_the_best():
     mask = batch.loss_mask[best]
     loss = -((logp * mask).sum(1) / mask.sum(1)).sum() / 16
     assert_near(step, gradient(loss, other.trained), 1e-6)
+
+
+def test_best_of_n_imitates_nothing_that_nobody_has_scored():
+    (names,) = examples("best_of_n")
+    taken = []
+
+    def reward(completions):
+        return [None if i < 4 or i % 4 == 0 else float(i) for i in range(len(completions))]
+
+    cfg = words(reward)
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "update", lambda setup, batch, *_: taken.append(batch.advantages))
+        names["best_of_n"](setup, WORD_PROMPTS, cfg, 5)
+    assert taken[0].nonzero().flatten().tolist() == [7, 11, 15], "the first group has no reward"
 
 
 # ------------------------------------------------------------------------------------------------

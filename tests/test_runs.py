@@ -576,6 +576,34 @@ def test_a_faulty_function_is_found_before_anything_is_trained(fresh, tmp_path):
         assert_refused(name, fresh, str(config))
 
 
+def test_a_run_whose_judge_is_down_saves_and_stops(run_grpo, tmp_path):
+    """It would train nothing to the end, and say so once."""
+    (tmp_path / "down.py").write_text("""
+import os
+judge = eval_judge = None
+def reward(completions):
+    return [None if os.path.exists(f"{os.path.dirname(__file__)}/down") else 1.0 * len(text)
+            for text in completions]
+""")
+    start = functools.partial(run_grpo, tmp_path / "run", tmp_path / "down.py", "--max_iters=7",
+                              "--eval_interval=0", "--save_interval=7")
+    (tmp_path / "down").touch()
+    assert "iteration 3" in refusal(start)
+    (tmp_path / "down").unlink()
+    start()
+    rewards = [row["reward"] for row in read_rows(tmp_path / "run/metrics.jsonl")]
+    assert rewards[:3] == [None] * 3 and None not in rewards[3:] and len(rewards) == 7
+
+
+def test_a_longer_run_says_that_its_rate_jumps(run_grpo, tmp_path):
+    """With a decay to max_iters the two halves are not those of one run."""
+    for decay, is_said in (("linear", True), ("constant", False)):
+        flags = (f"--lr_decay={decay}", "--eval_interval=0")
+        run_grpo(tmp_path / decay, *flags, "--max_iters=1")
+        said = run_grpo(tmp_path / decay, *flags, "--max_iters=2", "--resume=True")
+        assert (f"lr_decay = '{decay}'" in said) == is_said
+
+
 # ------------------------------------------------------------------------------------------------
 # evaluate.py measures what was trained
 
@@ -585,6 +613,7 @@ def test_evaluate_repeats_the_last_evaluation_and_changes_nothing(trained, noise
     assert snapshot(trained) == before
     first, *_, last = read_rows(trained / "eval.jsonl")
     samples = last.pop("samples")
+    del last["prompt_rewards"]
     found = columns(text)
     del last["iteration"], last["rewards/noise"], found["rewards/noise"]     # is another each time
     assert found == {name: (round(first[name], 4), round(x, 4)) for name, x in last.items()}

@@ -243,6 +243,21 @@ def test_the_reference_follows_the_policy(rank):
     assert found == {"ref_tensors_differing": 0, "ref_distance_left": 0.0}
 
 
+@pytest.mark.parametrize("rank", (0, 2))
+def test_equal_rewards_teach_nothing_while_the_policy_is_the_reference(rank):
+    """The KL in the reward is 0 then. Sampler and reference differ by rounding, of which the
+    group's standard deviation would make a whole step."""
+    cfg = settings(lambda completions: [1.0] * len(completions), beta=.05, kl_in="reward",
+                   kl_estimator="k1", lora_rank=rank)
+    setup, batch = world(cfg)
+    batch.rollout.logp += 1e-6 * torch.rand(batch.rollout.logp.shape) * batch.rollout.sampled_mask
+    grpo.add_advantages(setup, batch, cfg)
+    assert not batch.advantages.any(), "rounding is trained on"
+    shaken(setup.policy, .01)
+    apart = grpo.collect(setup, setup.prompts, cfg, 1)
+    assert apart.advantages.any() and apart.kl.any(), "they are apart now, and there is a KL"
+
+
 # ------------------------------------------------------------------------------------------------
 # what stops a run before the step
 
@@ -274,6 +289,14 @@ def test_what_is_not_finite_is_named(what, check):
     assert name in said, f"the line does not name {what}: {said}"
     assert torch.equal(weights_of(setup.policy).nan_to_num(7), before.nan_to_num(7)), (
         "a step was taken")
+
+
+def test_a_dropout_of_the_model_is_off_where_it_is_trained():
+    """Trainer and sampler must agree about every token, so a policy is in eval mode throughout."""
+    base = number_gpt()
+    base.h[0].mlp.add_module("dropout", torch.nn.Dropout(.5))
+    setup = grpo.prepare(settings(), inputs_of(base.train()))
+    assert not any(part.training for part in setup.policy.modules()), "a layer is in train mode"
 
 
 def test_a_model_with_dropout_is_found_out():
