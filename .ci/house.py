@@ -16,11 +16,12 @@ from pathlib import Path
 COLUMNS = {".py": 100, ".md": 120}
 WIDE = ("|", "![", "$$", "python3 -m venv")     # lines of a page that may be wider
 LINES = 50      # of a function
+PAGES = ("nano.py", "nano_tracin.py")     # each the method on one page
 METHOD = ("grpo.py", "loss.py", "tracin.py", "tape.py", "rollout.py", "model.py")
 # a room imports at its top what is to its right; the last three import nothing of the project
 ROOMS = ("docs", "extras", "sample.py", "evaluate.py", "grpo.py", "plot.py",
-         "pretrain.py", "run", "tracin.py", "loss.py", "judge", "config", "data", "common",
-         "model.py", "rollout.py", "tape.py")
+         "pretrain.py", "run", "tracin.py", "loss.py", "nano.py", "nano_tracin.py", "judge",
+         "config", "data", "common", "model.py", "rollout.py", "tape.py")
 NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
             tokenize.STRING)
 FSTRING = [getattr(tokenize, f"FSTRING_{end}", None) for end in ("START", "END")]
@@ -147,7 +148,7 @@ def main(top):
     for path in code:
         tree = ast.parse(code[path])
         faults += code_faults(path, tree, modules, needs)
-        faults += downward(path, tree) if path in METHOD else ()
+        faults += downward(path, tree) if path in (*METHOD, *PAGES) else ()
     rooms = {}
     for path, others in needs.items():
         room, *others = (x.split("/")[:1 + x.startswith("extras/")] for x in (path, *others))
