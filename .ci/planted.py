@@ -37,6 +37,25 @@ def of(file, test, *rows):
 
 
 MISTAKES = [
+    # test_nano.py
+    *of("nano.py", "test_nano.py::test_a_page_gives_the_digits_of_the_program[nano.py-1]",
+        ("page: advantage sign", "A = (r - r.nanmean(1, keepdim=True))",
+         "A = (r.nanmean(1, keepdim=True) - r)"),
+        ("page: KL without its ratio", "kl = ratio * (d.expm1() - d)", "kl = d.expm1() - d"),
+        ("page: mask one token off", "    mask = rollout.sampled_mask  ",
+         "    mask = rollout.sampled_mask & (torch.arange(rollout.logp.shape[1]) > 0)  ")),
+    *of("grpo.py", "test_nano.py::test_a_page_gives_the_digits_of_the_program[nano.py-1]",
+        ("program: advantage sign", "advantages = r - r.nanmean(1, keepdim=True)",
+         "advantages = r.nanmean(1, keepdim=True) - r"),
+        ("program: mask one token off", "    loss_mask = rollout.sampled_mask\n",
+         "    loss_mask = rollout.sampled_mask & (torch.arange(rollout.logp.shape[1]) > 0)\n")),
+    *of("loss.py", "test_nano.py::test_a_page_gives_the_digits_of_the_program[nano.py-1]",
+        ("program: KL without its ratio", "corrected = kl * token_ratio", "corrected = kl")),
+    *of("nano_tracin.py",
+        "test_nano.py::test_a_page_gives_the_digits_of_the_program[nano_tracin.py-1]",
+        ("page: influence sign", "helps = influence > 0", "helps = influence < 0"),
+        ("page: target without a mean", "value = (rewards - known.mean())",
+         "value = rewards")),
     # test_algorithm.py
     *of("grpo.py",
         "test_algorithm.py::test_the_advantage_is_the_reward_less_the_mean_of_its_group",
