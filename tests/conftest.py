@@ -1,8 +1,8 @@
-"""A tiny world, prepared once per session: made-up comments, a policy and two judges that know
-nothing else.
+"""A tiny world: made-up comments, a policy and two judges that know nothing else (make_tiny.py).
 
     WORLD_SEED=1 python -m pytest       # other random worlds: what holds must hold in any
     TEST_THREADS=2 python -m pytest     # more than one thread
+    TEST_BFLOAT16=yes python -m pytest  # as on a CPU with fast bfloat16; no: on one without
 """
 import os
 import sys
@@ -20,14 +20,17 @@ TESTS = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [os.path.dirname(TESTS), TESTS]
 THREADS = int(os.environ.get("TEST_THREADS", 1))     # the tensors are tiny
 torch.set_num_threads(THREADS)
+if "TEST_BFLOAT16" in os.environ:
+    torch.cpu._is_avx512_bf16_supported = lambda: os.environ["TEST_BFLOAT16"] == "yes"
 
-from worlds import printed, seed_of, write_comments  # noqa: E402
+import rollout  # noqa: E402
+from common.files import read_text  # noqa: E402
+from worlds import printed, seed_of, settled, write_comments  # noqa: E402
 
 TINY = ["--device=cpu", "--vocab_size=300", "--n_layer=1", "--n_embd=32", "--n_head=2",
-        "--block_size=32", "--max_completion_length=8", "--pretrain_tokens=40000",
-        "--judge_tokens=16000", "--num_prompts=4", "--num_generations=4", "--num_eval_prompts=4",
-        "--num_eval_generations=3", "--prompt_words=(2, 4)", f"--seed={seed_of(1)}",
-        f"--threads={THREADS}"]
+        "--block_size=32", "--max_completion_length=8", "--num_prompts=4", "--num_generations=4",
+        "--num_eval_prompts=4", "--num_eval_generations=3", "--prompt_words=(2, 4)",
+        f"--seed={seed_of(1)}", f"--threads={THREADS}", "--dtype=float32"]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,9 +42,11 @@ def cache_of_the_tests(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def same_draws():
-    """A test draws the same alone as among others."""
+def same_draws(monkeypatch):
+    """A test draws the same alone as among others, and where rounding decides between two tokens,
+    the same ones in computations that it compares."""
     torch.manual_seed(seed_of(0))
+    monkeypatch.setattr(rollout, "draw", settled(rollout.draw, {}))
 
 
 @pytest.fixture(scope="session")
@@ -51,25 +56,26 @@ def comments(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny(comments, tmp_path_factory):
-    """.flags for every script; .policy and .judge, files that pretrain.py made."""
-    import pretrain
-
+    """.flags for every script, .judges: those that name the judges; .policy and .judge: files."""
+    weights = f"{TESTS}/tiny"
     cache = tmp_path_factory.mktemp("prepared")
-    flags = [*TINY, f"--comments={comments}", f"--cache_dir={cache}", "--save_interval=2",
-             "--max_iters=3", "--eval_interval=3"]
-    made = SimpleNamespace(flags=flags, cache=str(cache))
-    printed(pretrain.main, flags)
-    made.policy = str(next(cache.glob("policy-*.pt")))
-    made.judge = str(next(cache.glob("judge_a-*.pt")))
-    return made
+    flags = [*TINY, f"--policy={weights}/policy.pt", f"--comments={comments}",
+             f"--cache_dir={cache}", "--save_interval=2", "--max_iters=3", "--eval_interval=3"]
+    judges = [f"--judge={weights}/judge.pt", f"--eval_judge={weights}/eval_judge.pt"]
+    return SimpleNamespace(flags=flags, judges=judges, weights=weights,
+                           policy=f"{weights}/policy.pt", judge=f"{weights}/judge.pt")
 
 
 @pytest.fixture(scope="session")
 def run_grpo(tiny):
-    """run_grpo(out_dir, "--beta=0.1", ...) runs grpo.py here and returns what it printed."""
+    """run_grpo(out_dir, "--beta=0.1", ...) runs grpo.py here and returns what it printed. A config
+    file may say which judges there are."""
     import grpo
 
     def start(out_dir, *argv):
-        return printed(grpo.main, [*tiny.flags, f"--out_dir={out_dir}", *map(str, argv)])
+        argv = list(map(str, argv))
+        configs = [read_text(path) for path in argv if path.endswith(".py")]
+        judges = [] if any("judge =" in text for text in configs) else tiny.judges
+        return printed(grpo.main, [*tiny.flags, *judges, f"--out_dir={out_dir}", *argv])
 
     return start

@@ -61,7 +61,6 @@ def test_a_reward_is_a_column_unless_it_needs_an_answer(run_grpo, tmp_path):
     config = tmp_path / "sums.py"
     config.write_text("""
 reward_funcs = ('judge', 'length', 'right')
-eval_judge = None
 def length(prompts, completions):
     return [float(len(c)) for c in completions]
 def right(prompts, completions, answer):
@@ -70,7 +69,7 @@ def questions(n, seed):
     return [{'text': f'{i} + 1 =', 'answer': str(i + 1)} for i in range(20)]
 """)
     run = f"{tmp_path}/run"
-    run_grpo(run, str(config), "--max_iters=1")
+    run_grpo(run, str(config), "--eval_judge=None", "--max_iters=1")
     for row in read_rows(f"{run}/samples.jsonl"):
         assert row["row"]["answer"] == str(int(row["prompt"].split()[0]) + 1)
         assert row["scores"]["length"] == len(row["completion"])

@@ -205,6 +205,22 @@ def forcing(forced):
     return respond
 
 
+def settled(draw, tokens):
+    """rollout.draw, but where rounding decides between two tokens, since a row's number u is within
+    1e-5 of their border, the one of them that was drawn first, in tokens {u: token}."""
+    def settled_draw(probs, u):
+        drawn = draw(probs, u)
+        below = draw(probs, (u - 1e-5).clamp(min=0))
+        above = draw(probs, (u + 1e-5).clamp(max=1 - 1e-7))
+        for i in (below != above).nonzero()[:, 0].tolist():
+            first = tokens.setdefault(str(float(u[i])), int(drawn[i]))
+            if int(below[i]) <= first <= int(above[i]) and probs[i, first] > 0:
+                drawn[i] = first
+        return drawn
+
+    return settled_draw
+
+
 def plain_logps(policy, rollout, temperature=1.0):
     """Log-probs of each completion's tokens, one row at a time, without padding, mask or cache:
     [(tokens of the row,)]."""

@@ -31,7 +31,7 @@ def made(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "tiny.py"
     with open(config, "w") as f:
-        for flag in tiny.flags:
+        for flag in [*tiny.flags, *tiny.judges]:
             name, x = flag.removeprefix("--").split("=", 1)
             f.write(f"{name} = {x if x[0] in '0123456789(' else repr(x)}\n")
     path = tmp_path / "halves.py"

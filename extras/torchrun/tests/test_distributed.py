@@ -20,14 +20,15 @@ import extras.torchrun  # noqa: E402
 import grpo  # noqa: E402
 import rollout  # noqa: E402
 import run.run  # noqa: E402
+import tracin  # noqa: E402
 from common.files import load_file  # noqa: E402
 from common.processes import all_gather  # noqa: E402
 from common.script import hash_of, run_script  # noqa: E402
 from run.checkpoint import newest_checkpoint  # noqa: E402
-from worlds import assert_near, random_gpt, read_rows  # noqa: E402
+from worlds import assert_near, random_gpt, read_rows, settled  # noqa: E402
 
 CASES = {
-    "judge": ("--beta=0.1", "--judge=train", "--reward_funcs=('judge', 'reward')",
+    "judge": ("--beta=0.1", "--judge=tests/tiny/judge.pt", "--reward_funcs=('judge', 'reward')",
               "--micro_batch_size=3", "--top_entropy_quantile=0.5", "--top_k=20",
               "--zero_std_groups=drop", "--loss_type=grpo", "--temperature=0.7"),
     "resample": ("--zero_std_groups=resample", "--max_resamples=4"),
@@ -70,19 +71,13 @@ def reward(prompts, completions):
 """
 
 
-def settled(draw, tokens):
-    """rollout.draw, but where rounding decides between two tokens, since the number u falls within
-    1e-5 of their border, the one in tokens {u: token} is drawn, or is put there."""
-    def settled_draw(probs, u):
-        drawn = draw(probs, u)
-        borders = probs.cumsum(-1)
-        borders = borders / borders[:, -1:]
-        is_near = ((borders - u[:, None]).abs() < 1e-5).any(1)
-        for i in is_near.nonzero()[:, 0].tolist():
-            drawn[i] = tokens.setdefault(str(float(u[i])), int(drawn[i]))
-        return drawn
+def without_rounding(select):
+    """tracin.select, but an influence that is 0 but for rounding is 0."""
+    def select_settled(influence, *how):
+        counts = influence.abs() > 1e-5 * influence.abs().max()
+        return select(influence.where(counts, torch.zeros(())), *how)
 
-    return settled_draw
+    return select_settled
 
 
 def run_all(runs, tokens):
@@ -93,6 +88,7 @@ def run_all(runs, tokens):
     prepare = grpo.prepare
     save = run.run.save_checkpoint
     draw = rollout.draw
+    select = tracin.select
 
     def prepared(cfg, *more):
         setup = prepare(cfg, *more)
@@ -110,6 +106,7 @@ def run_all(runs, tokens):
     grpo.prepare = prepared
     run.run.save_checkpoint = checked
     rollout.draw = settled(draw, tokens)
+    tracin.select = without_rounding(select)
     try:
         for flags, plain in runs:
             grpo.main(flags)
@@ -117,6 +114,7 @@ def run_all(runs, tokens):
         grpo.prepare = prepare
         run.run.save_checkpoint = save
         rollout.draw = draw
+        tracin.select = select
 
 
 def program(argv):
