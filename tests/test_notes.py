@@ -285,6 +285,12 @@ def flat(completions):
 """
 ROUNDING = "def reward(completions): return [1e-6 * len(text) for text in completions]"
 LETTERS = "def reward(completions): return [float(text.count('e')) for text in completions]"
+# the nearer all letters are to e in the alphabet, the better
+NEAR_E = """
+def reward(completions):
+    return [-sum(min(abs(ord(c) - ord("e")), 99) for c in text) / len(text) if text else -99.0
+            for text in completions]
+"""
 RELATIVE = """
 def reward(completions):
     counts = [text.count("e") for text in completions]
@@ -319,7 +325,7 @@ FAILURES = {
     "003: the entropy has collapsed": (
         RELATIVE, ["--learning_rate=0.03", "--max_iters=14"], ["entropy"]),
     "003: the text has collapsed": (
-        LETTERS, ["--learning_rate=0.03", "--max_iters=8"], ["distinct_2"]),
+        NEAR_E, ["--learning_rate=0.05", "--max_iters=12"], ["distinct_2"]),
     "001: a target of the best": (
         "", [*HELD_OUT, "--tracin_val_select=best"], ["tracin_val_select"]),
     "000: a target that is noise": (

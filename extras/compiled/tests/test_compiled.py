@@ -108,7 +108,8 @@ def test_a_decoder_in_bfloat16_has_the_weights_of_now(shape):
     decoder = Decoder(model)
     with torch.autocast("cpu", torch.bfloat16):
         generate(decoder, PROMPTS, 2, 10, seed=3, eos=(-1,))
-        shaken(model, 0.3, seed=8)
+    shaken(model, 0.3, seed=8)
+    with torch.autocast("cpu", torch.bfloat16):
         found = generate(decoder, PROMPTS, 2, 10, seed=3, eos=(-1,))
     now, old = ((completion_logprobs(x, found, 1.0) - found.logp).abs().mean()
                 for x in (model, before))

@@ -71,13 +71,16 @@ def reward(prompts, completions):
 """
 
 
-def without_rounding(select):
-    """tracin.select, but an influence that is 0 but for rounding is 0."""
-    def select_settled(influence, *how):
-        counts = influence.abs() > 1e-5 * influence.abs().max()
-        return select(influence.where(counts, torch.zeros(())), *how)
+def without_rounding(influence_scores):
+    """tracin.influence_scores, but an influence that is 0 but for rounding, as that of a rollout
+    whose advantage is, is 0: its sign decides whether it is learned from."""
+    def scores_without_rounding(*args):
+        scores = influence_scores(*args)
+        size = scores.influence.abs()
+        is_known = size > 1e-6 * size.max()
+        return scores._replace(influence=scores.influence.where(is_known, torch.zeros(())))
 
-    return select_settled
+    return scores_without_rounding
 
 
 def run_all(runs, tokens):
@@ -88,7 +91,7 @@ def run_all(runs, tokens):
     prepare = grpo.prepare
     save = run.run.save_checkpoint
     draw = rollout.draw
-    select = tracin.select
+    influence_scores = tracin.influence_scores
 
     def prepared(cfg, *more):
         setup = prepare(cfg, *more)
@@ -106,7 +109,7 @@ def run_all(runs, tokens):
     grpo.prepare = prepared
     run.run.save_checkpoint = checked
     rollout.draw = settled(draw, tokens)
-    tracin.select = without_rounding(select)
+    tracin.influence_scores = without_rounding(influence_scores)
     try:
         for flags, plain in runs:
             grpo.main(flags)
@@ -114,7 +117,7 @@ def run_all(runs, tokens):
         grpo.prepare = prepare
         run.run.save_checkpoint = save
         rollout.draw = draw
-        tracin.select = select
+        tracin.influence_scores = influence_scores
 
 
 def program(argv):
