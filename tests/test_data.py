@@ -335,6 +335,17 @@ def test_a_policy_is_made_once_of_the_same_texts(made_up):
         assert len(os.listdir(cfg.cache_dir)) == policies, "a policy for each choice of texts"
 
 
+def test_dtype_is_that_of_pretraining_too(made_up, tmp_path, monkeypatch):
+    """Also where the CPU has fast bfloat16, which the setting has to name."""
+    monkeypatch.setattr("common.device.fast_dtype", lambda device: torch.bfloat16)
+    weights = []
+    for dtype in ("float32", "auto", "bfloat16"):
+        cfg = made_up("", "", f"--dtype={dtype}", f"--cache_dir={tmp_path}/{dtype}")
+        weights.append(get_policy(cfg, get_splits(cfg), CPU).wte.weight)
+    assert torch.equal(weights[0], weights[1]), "auto is not float32 on a CPU"
+    assert not torch.equal(weights[0], weights[2]), "dtype does nothing"
+
+
 def test_texts_that_are_none_are_one_line(made_up):
     for old, new in (("return [f", "return 3, [f"), ("in range(n)]", "in range(3)]")):
         cfg = made_up(old, new)

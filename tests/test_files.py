@@ -321,7 +321,15 @@ def test_influence_that_may_not_fit_into_memory_is_announced(monkeypatch, capsys
 # ------------------------------------------------------------------------------------------------
 # signals
 
-def test_the_first_signal_asks_and_the_second_interrupts(capfd):
+@pytest.fixture
+def hangups():
+    """They are heard, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_the_first_signal_asks_and_the_second_interrupts(hangups, capfd):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         before = signal.getsignal(number)
         with pytest.raises(KeyboardInterrupt), interrupts() as stop:
@@ -359,7 +367,7 @@ run_script(main)
 """
 
 
-def test_a_lost_connection_does_not_end_what_prints_to_it(tmp_path):
+def test_a_lost_connection_does_not_end_what_prints_to_it(hangups, tmp_path):
     ours, theirs = os.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT], stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path,
