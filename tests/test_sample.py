@@ -100,5 +100,5 @@ def test_without_a_prompt_it_reads_lines(run, monkeypatch):
     first, second = (say(run, "--num=2", f"--prompt={text}") for text in (
         "a green river", "my grumble"))
     assert found[:len(first)] == first and found[-len(second):] == second
-    overlong, error = found[len(first):-len(second)]
+    overlong, *_, error = found[len(first):-len(second)]
     assert "river river" in overlong and error.startswith("error: ")

@@ -24,9 +24,9 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def quick(comments):
     """Flags of a job that takes a moment."""
-    return [f"{ROOT}/config/quick_test.py", f"--comments={comments}", "--n_layer=1", "--n_embd=16",
-            "--n_head=2", "--num_prompts=2", "--num_generations=2", "--max_completion_length=4",
-            "--device=cpu", "--repeat=1"]
+    return [f"{ROOT}/config/quick_test.py", f"--comments={comments}", "--policy=train",
+            "--n_layer=1", "--n_embd=16", "--n_head=2", "--num_prompts=2", "--num_generations=2",
+            "--max_completion_length=4", "--device=cpu", "--repeat=1"]
 
 
 def test_an_iteration_is_that_of_a_run():
