@@ -25,7 +25,7 @@ from common.files import ROOT
 from rollout import Rollout
 from run.flags import notes, problems, problems_of_evaluation
 from run.settings import Settings
-from test_report import EVERYTHING, FULL, GOOD, GROUPS, found
+from test_report import EVERYTHING, GOOD, GROUPS, found
 from tracin import select
 from worlds import (
     assert_refused, load_settings, read_rows, refusal, settings, skip_without, world)
