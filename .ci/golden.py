@@ -405,6 +405,8 @@ def compare_run(name, old, new):
             found = kinds.setdefault(kind, ([], {}))
             found[0].append(row)
             label = row.partition(".pt ")[2]
+            if label and len(gaps) > 1:     # how far the numbers are apart says more than the bits
+                gaps.pop("bits", None)
             for k, x in gaps.items():
                 k = label or k
                 found[1][k] = max(x, found[1].get(k, 0.0))
