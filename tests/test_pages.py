@@ -153,7 +153,8 @@ def test_what_is_named_is_there(path):
             assert is_gone(text) or is_there(text.rstrip("/")) or (
                 (ROOT / path).parent / text).exists(), f"{path}: there is no file {text}"
         elif match := re.fullmatch(r"([a-z]\w*_\w+)( = .*|=.*|\(.*)?", text):
-            assert match[1] in WORDS | shown or an_extra_is_gone(), f"{path}: no code has the name {match[1]}"
+            assert match[1] in WORDS | shown or an_extra_is_gone(), (
+                f"{path}: no code has the name {match[1]}")
 
 
 def heading_ids(text):
