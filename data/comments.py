@@ -107,8 +107,8 @@ def load_comments(path=None, text_field="text", label_field="is_offensive"):
     if not comments:
         raise BadInput(f"{path}: holds no comments")
     if left_out:
-        print(f"note: {path}: {len(left_out)} rows without a {label_field} (none, empty or -1) are "
-              "left out")
+        print(f"note: {path}: rows without {label_field!r} (none, empty or -1) are left out: "
+              f"{len(left_out)}")
     return comments
 
 

@@ -94,7 +94,7 @@ def test_the_command_and_its_refusals(run):
 
 def test_without_a_prompt_it_reads_lines(run, monkeypatch):
     """An overlong one is an error of its own; the next is answered as if it were --prompt."""
-    lines = io.StringIO(f"a green river\n\n{'river ' * 40}\nmy grumble\r\n")
+    lines = io.StringIO(f"a green river\n\nriver{' river' * 39}\nmy grumble\r\n")
     monkeypatch.setattr("sys.stdin", lines)
     found = say(run, "--num=2")
     first, second = (say(run, "--num=2", f"--prompt={text}") for text in (
