@@ -194,7 +194,7 @@ def load_prompts(cfg, tokenizer, splits):
     trained_on = {prompt.text for prompt in train}
     used = held_out if cfg.tracin_val_prompts else held_out[:n]
     count = sum(prompt.text in trained_on for prompt in used)
-    if count:
+    if count > len(used) / 20:      # a few beginnings of comments are alike
         print(f"note: {count} of {len(used)} held-out prompts are trained on, too: what is "
               "measured on them is not of new prompts")
     if len(held_out) < n:
