@@ -15,6 +15,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from fast import half_product, has_half_product
+
 
 @dataclass
 class GPTConfig:
@@ -185,6 +187,8 @@ class Head(nn.Linear):
     def forward(self, h):
         if not h.is_cuda:
             return F.linear(h, self.weight)
+        if torch.is_autocast_enabled("cuda") and has_half_product():
+            return half_product(h, self.weight)
         with torch.autocast("cuda", enabled=False):
             return F.linear(h.to(self.weight.dtype), self.weight)
 

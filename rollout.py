@@ -330,7 +330,7 @@ def casts_kept(model):
 
 @torch.no_grad()
 def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_size=0, part=None,
-             respond=None, **sampling):
+             respond=None, decode=decode, **sampling):
     """Sample num_generations completions of every prompt (lists of ids of any lengths) -> Rollout.
 
     The noise is one uniform number per row and token, drawn up front from `seed` on the CPU: the
@@ -340,6 +340,7 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     prompts returns.
     respond(first, r, rows, t, column): as for decode, where row 0 of r is row `first` of all. What
     it writes is read like any other token, but has no log-prob and ends no completion.
+    decode: decode, or what does the same faster (graph.py).
     sampling: eos and the other fields of Sampling.
     """
     sampling = Sampling(**sampling)

@@ -1,10 +1,10 @@
 """
 The check that fast computation gives the right numbers.
 
-Before a run uses bfloat16 or torch.compile, it computes a few completions with them and in plain
-float32: log-probs, their gradient, and the log-probs recorded while sampling. If they differ too
-much, or something fails, compile is turned off, then bfloat16, and one line says so. The first step
-checks that sampler and trainer agree, and influence (common/guards.py).
+Before a run uses torch.compile, a graph of decoding or bfloat16, it computes a few completions with
+them and in plain float32: log-probs, their gradient, and the log-probs recorded while sampling. If
+they differ too much, or something fails, they are turned off in this order, one by one, and a line
+says so. The first step checks that sampler and trainer agree, and influence (common/guards.py).
 """
 from dataclasses import replace
 
@@ -14,6 +14,7 @@ from common.device import autocast, set_precision
 from common.guards import logp_error, tolerance_of
 from common.processes import all_gather
 from common.script import shown
+from graph import generate_by_graph
 from rollout import completion_logprobs
 
 
@@ -77,27 +78,29 @@ def find_problem(setup, plain, cfg):
 
 def check_precision(setup, cfg):
     """Make setup compute as fast as the settings ask for and the check allows."""
+    # what is fast, on top of each other, each with what is there without it
     plain = replace(setup, dtype=torch.float32)
-
-    # first all that was asked for, compiled
+    slow = {}
+    if setup.dtype != torch.float32:
+        slow["bfloat16"] = dict(dtype=torch.float32)
+    if setup.device.type == "cuda":
+        slow["graph"] = dict(generate=setup.generate)
+        setup.generate = generate_by_graph(setup.policy)
     if cfg.compile:
         from extras.compiled import compile_nets
+        slow["compile"] = dict(policy_fn=setup.policy_fn, reference_fn=setup.reference_fn,
+                               generate=setup.generate)
         compile_nets(setup)
-        problem = find_problem(setup, plain, cfg)
-        failed = all_gather([setup.policy_fn is plain.policy_fn])   # the compiler; a note says how
-        if not problem and not any(failed):
-            return
-        if not failed[0]:
-            print(f"note: compile off: {problem or 'another process cannot compile'}")
-        setup.policy_fn = plain.policy_fn
-        setup.reference_fn = plain.reference_fn
-        setup.generate = plain.generate
 
-    # then without compiled code, and in the end plain float32
-    if setup.dtype != torch.float32:
+    # take off the last one until the rest gives the right numbers
+    for name, without in reversed(slow.items()):
         problem = find_problem(setup, plain, cfg)
-        if not problem:
-            return
-        print(f"note: bfloat16 off: {problem}")
-        setup.dtype = torch.float32
+        failed = [False]
+        if name == "compile":       # the compiler did, in some process; there a note says how
+            failed = all_gather([setup.policy_fn is plain.policy_fn])
+        if not problem and not any(failed):
+            break
+        if not failed[0]:
+            print(f"note: {name} off: {problem or 'another process cannot compile'}")
+        vars(setup).update(without)
     set_precision(setup.device, setup.dtype)

@@ -30,6 +30,7 @@ from common.guards import tolerance_of
 from common.script import shown
 from data.weights import save_gpt
 from extras.bench.phases import device_name
+from graph import generate_by_graph
 from judge.scorer import Scorer, logits_of
 from model import GPT, GPTConfig
 from rollout import completion_logprobs, generate
@@ -121,18 +122,9 @@ def needs(extra):
         raise NotThere(f"extras/{extra}")
 
 
-def decoder_of(model, device):
-    """The model as compile = True samples from it; without a GPU its step is not compiled."""
-    from extras.compiled import Decoder, read_one
-    if device.type != "cuda":
-        return Decoder(model)
-    step = torch.compile(read_one, mode="reduce-overhead", dynamic=False)
-    return Decoder(model, step)
-
-
-def family(world, name, dtype, decoder=None):
-    """The largest error of what a model samples, of its log-probs, their gradient and influences.
-    decoder: what samples in its place."""
+def family(world, name, dtype, by_graph=False):
+    """The largest error of what a model samples, of its log-probs, their gradient and
+    influences."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(50, block_size=64, n_layer=2, n_head=4, n_embd=32, **FAMILIES[name]))
     if name == "lora":
@@ -143,8 +135,8 @@ def family(world, name, dtype, decoder=None):
     exact = copy.deepcopy(model).double()
     model = model.to(world.device)
     with autocast(world.device, dtype):
-        sampler = decoder(model, world.device) if decoder else model
-        r = generate(sampler, [[3, 1, 4], [5], [2, 1, 7, 7]], 4, 10, seed=0, eos=(9,))
+        sampler = generate_by_graph(model) if by_graph else generate
+        r = sampler(model, [[3, 1, 4], [5], [2, 1, 7, 7]], 4, 20, seed=0, eos=(9,))
         logp = completion_logprobs(model, r, 1.0)                               # (N, T)
 
     # in float64, a row at a time
@@ -165,11 +157,6 @@ def family(world, name, dtype, decoder=None):
     ones = torch.ones(len(logp), device=world.device)
     errors.append(relative(tape.dot(tape.gradient(ones)), rows @ total))
     return max(errors), 2 * tolerance_of(dtype)
-
-
-def compiled_sampling(world, name, dtype):
-    needs("compiled")
-    return family(world, name, dtype, decoder_of)
 
 
 def judge(world, dtype):
@@ -223,7 +210,7 @@ def run_there(world, out_dir, device, dtype, settings):
     with graphs_alone(torch.device(device)):
         out = quiet(grpo.main, flags)
     for line in out.splitlines():
-        if line.startswith(("note: bfloat16 off", "note: compile off")):
+        if line.startswith("note: ") and " off: " in line:
             raise RuntimeError(line)
     return read_log(os.path.join(world.path(out_dir), "metrics.jsonl"))
 
@@ -296,8 +283,7 @@ def all_parts():
     parts = [("names of the device", names_of_the_device, ())]
     for name, dtype in DTYPES.items():
         parts += [(f"model {kind}, {name}", family, (kind, dtype)) for kind in FAMILIES]
-        parts += [(f"compiled sampling {kind}, {name}", compiled_sampling, (kind, dtype))
-                  for kind in FAMILIES]
+        parts += [(f"graph {kind}, {name}", family, (kind, dtype, True)) for kind in FAMILIES]
         parts += [(f"judge, {name}", judge, (dtype,))]
         parts += [(f"run {kind}, {name}", run, (kind, name)) for kind in RUNS]
     parts += [

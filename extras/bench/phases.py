@@ -92,7 +92,6 @@ def work_of(setup, cfg, rollout):
                  if isinstance(layer, nn.Linear) and layer is not policy.lm_head)
     head = policy.lm_head.weight.numel()
     size = 2 if setup.dtype == torch.bfloat16 else 4
-    head_size = 4 if setup.device.type == "cuda" else size      # model.Head
     c = policy.config
     head_dim = c.head_dim or c.n_embd // c.n_head
 
@@ -114,7 +113,7 @@ def work_of(setup, cfg, rollout):
     trained = sum(p.numel() for p in setup.trained)
     return {
         "sampling": (2 * (linear + head) * num_sampled + attention * keys,
-                     steps * (linear * size + head * head_size) + keys * kept),
+                     steps * (linear + head) * size + keys * kept),
         "reference": (forward if cfg.beta else None, None),
         "loss": (3 * forward * cfg.num_iterations, None),
         "step": (None, 28 * trained)}       # AdamW reads four numbers and writes three

@@ -135,7 +135,7 @@ def test_peaks_of_a_card_are_looked_up_by_its_name():
 
 
 @pytest.mark.parametrize("name", [
-    "model gpt-neo, bfloat16", "compiled sampling llama, bfloat16", "judge, bfloat16",
+    "model gpt-neo, bfloat16", "graph llama, bfloat16", "judge, bfloat16",
     "run influence, float32"])
 def test_a_part_works_here(name):
     part, = card.try_parts(CPU, name)

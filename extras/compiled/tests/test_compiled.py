@@ -1,5 +1,4 @@
-"""Reading tokens in memory of fixed shape, and compile = True beside a plain run."""
-import copy
+"""compile = True beside a plain run, and compilers that fail."""
 import functools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,131 +7,16 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import extras.compiled as compiled_module
-from extras.compiled import Decoder, OrPlain, compile_nets, read_again, read_one
-from rollout import completion_logprobs, generate
+from extras.compiled import OrPlain, compile_nets, compiled
+from graph import Decoder, read_one
+from rollout import generate
 from run.precision import check_precision
 from worlds import (
-    SHAPES, WORDS, WORD_PROMPTS, printed, random_gpt, read_rows, same_rollout, settings, setup_of,
-    shaken, skip_without, with_lora, word_gpt)
+    WORDS, WORD_PROMPTS, printed, random_gpt, read_rows, same_rollout, settings, setup_of,
+    word_gpt)
 
 PROMPTS = [[5, 6, 7], [3, 4], [9]]
-
-# ------------------------------------------------------------------------------------------------
-# the decoder
-
-
-def assert_same_tokens(decoder, prompts=PROMPTS, **how):
-    """A decoder samples what generate does without it -> the rollout."""
-    how = dict(seed=3, eos=(0,)) | how
-    expected = generate(decoder.model, prompts, 2, 10, **how)
-    found = generate(decoder, prompts, 2, 10, **how)
-    same_rollout(found, expected)
-    return found
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_decoder_samples_the_same_tokens(shape):
-    model = random_gpt(**SHAPES[shape])
-    for how in ({}, dict(top_k=5), dict(batch_size=2), dict(temperature=0.7, eos=(0, 3))):
-        found = assert_same_tokens(Decoder(model), **how)
-        logp = completion_logprobs(model, found, how.get("temperature", 1.0))
-        torch.testing.assert_close(logp, found.logp, rtol=1e-4, atol=1e-4)
-
-
-def test_few_shapes_are_compiled_and_kept_whatever_comes(monkeypatch):
-    """Compiled as on a GPU, once for each shape; what is kept holds nothing of the last call."""
-    monkeypatch.setattr(compiled_module, "BUCKET", 4)
-    monkeypatch.setattr(compiled_module, "MOST", 2)
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    step = torch.compile(read_one, backend=backend, dynamic=False)
-    decoder = Decoder(random_gpt(n_layer=1), step)
-    for count in (5, 1, 9, 3, 30):      # prompts, two completions of each
-        prompts = [[5, 6, 7 + i % 3][:1 + i % 3] for i in range(count)]
-        assert_same_tokens(decoder, prompts)
-    for prompts in (PROMPTS, [[1], [2, 8, 8, 8], [30, 4]], [[5, 6], [3, 4], [9, 2]], [[5], [3]]):
-        assert_same_tokens(decoder, prompts)
-    assert len(decoder.kept) <= 2, "memory is kept for every number of rows"
-    assert len(graphs) <= 2, "every number of rows is another compilation"
-
-
-class CastsOfMatrices(TorchDispatchMode):
-    """Counts the casts to bfloat16 of matrices (rows, 32) or (32, columns), the weights' shapes."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_cast = function.overloadpacket is torch.ops.aten._to_copy
-        if is_cast and kwargs.get("dtype") == torch.bfloat16 and args[0].dim() == 2:
-            self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
-def casts(model, T, cache_enabled=True):
-    """Casts of weights while T tokens are sampled in bfloat16, but those of the head, which on a
-    GPU is in float32."""
-    head = getattr(model, "model", model).lm_head
-    head.forward = lambda h: torch.autocast("cpu", enabled=False)(F.linear)(h, head.weight)
-    with CastsOfMatrices() as found, torch.autocast(
-            "cpu", torch.bfloat16, cache_enabled=cache_enabled):
-        generate(model, PROMPTS, 2, T, seed=3, eos=(-1,))
-    return found.count
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_weights_are_cast_once_for_all_tokens(frozen):
-    model = random_gpt().requires_grad_(not frozen)
-    assert casts(model, 2) == casts(model, 9), "sampling casts the weights for each token"
-    assert all(p.requires_grad != frozen for p in model.parameters())
-    decoder = Decoder(model)
-    casts(decoder, 2, False)    # a graph keeps no casts of its own, hence no cache
-    assert casts(decoder, 2, False) == casts(decoder, 9, False), "a graph casts for each token"
-
-
-@pytest.mark.parametrize("shape", ["gpt2", "lora"])
-def test_a_decoder_in_bfloat16_has_the_weights_of_now(shape):
-    model = random_gpt(**SHAPES.get(shape, {}))
-    if shape == "lora":
-        model = with_lora(model)
-    before = copy.deepcopy(model)
-    decoder = Decoder(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        generate(decoder, PROMPTS, 2, 10, seed=3, eos=(-1,))
-    shaken(model, 0.3, seed=8)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = generate(decoder, PROMPTS, 2, 10, seed=3, eos=(-1,))
-    now, old = ((completion_logprobs(x, found, 1.0) - found.logp).abs().mean()
-                for x in (model, before))
-    assert now < 0.1 * old, "it samples by other weights than its model has"
-
-
-def test_an_environment_is_heard():
-    def respond(first, r, rows, t, column):     # writes a token after each fourth one
-        if t == 4:
-            r.tokens[rows, column + 1] = 11
-            r.sampled_mask[rows, t + 1] = False
-
-    found = assert_same_tokens(Decoder(random_gpt()), respond=respond)
-    assert not found.sampled_mask.all()
-
-
-def test_a_critic_is_asked():
-    skip_without("critic")
-    from extras.critic import ValueHead
-    model = random_gpt()
-    model.value_head = shaken(ValueHead(32), 0.3)
-    assert assert_same_tokens(Decoder(model)).values.std() > 0.05
-
 
 # ------------------------------------------------------------------------------------------------
 # compile = True
@@ -150,26 +34,32 @@ def is_plain(setup):
     return plain.pop() if len(plain) == 1 else None
 
 
-def changed(change=lambda h, ids, mask: h):
-    """In place of torch.compile: the model as it is, but what it returns is changed."""
-    def compile(function, **how):
-        def call(ids, mask):
-            return change(function(ids, mask), ids, mask)
+def is_block(function):
+    """Whether torch.compile is given a block, in training; else a function, while sampling."""
+    return isinstance(getattr(function, "__self__", None), nn.Module)
 
-        if not isinstance(function, nn.Module):
-            return function
-        call.lm_head = function.lm_head
-        return call
+
+def changed(change=lambda x, mask: x):
+    """In place of torch.compile: the blocks as they are, but what they return is changed."""
+    def compile(function, **how):
+        def call(x, mask, *more):
+            return change(function(x, mask, *more), mask)
+
+        return call if is_block(function) else function
     return compile
+
+
+def off(x):
+    return x + 0.2 * x.abs().mean() * torch.linspace(-1, 1, x.shape[-1])
 
 
 def raising(*args):
     raise RuntimeError("no compiler\nhere")
 
 
-def failing_after(calls, kind=object):
-    """In place of torch.compile: the function as it is, which raises after so many calls, if it is
-    of this kind."""
+def failing_after(calls, of=lambda function: True):
+    """In place of torch.compile: the functions as they are, of which some raise after so many
+    calls."""
     def compile(function, **how):
         left = iter(range(calls))
 
@@ -178,7 +68,7 @@ def failing_after(calls, kind=object):
             if next(left, None) is None:
                 raising()
             return found
-        return call if isinstance(function, kind) else function
+        return call if of(function) else function
     return compile
 
 
@@ -196,10 +86,8 @@ def test_what_holds_is_used_and_nothing_is_said(monkeypatch):
 
 
 @pytest.mark.parametrize("change", [
-    lambda h, ids, mask: h + 0.05 * h.abs().mean(),
-    lambda h, ids, mask: h.detach() + 0 * h, raising,
-    lambda h, ids, mask: h * (1.1 if mask is None else 1),
-    lambda h, ids, mask: h * (1.1 if len(ids) == 1 else 1)],
+    lambda x, mask: off(x), lambda x, mask: x.detach() + 0 * x, raising,
+    lambda x, mask: off(x) if mask is None else x, lambda x, mask: off(x) if len(x) == 1 else x],
     ids=["wrong", "wrong gradient", "an error", "wrong without padding", "a wrong row"])
 def test_compile_that_does_not_hold_is_turned_off_in_one_line(monkeypatch, change):
     monkeypatch.setattr(torch, "compile", changed(change))
@@ -250,7 +138,7 @@ def assert_same_run(plain, other):
                 assert b[name] == expected, name
 
 
-@pytest.mark.parametrize("compile", [failing_after(40), failing_after(4, nn.Module)],
+@pytest.mark.parametrize("compile", [failing_after(40), failing_after(4, is_block)],
                          ids=["while sampling", "in training"])
 def test_a_compiler_that_fails_is_turned_off_and_the_run_goes_on(
         plain, run_grpo, tmp_path, monkeypatch, compile):
@@ -272,8 +160,10 @@ def test_a_step_that_failed_half_way_is_read_again(monkeypatch):
     """The token was written to the memory before the error came."""
     notes = []
     monkeypatch.setattr(torch, "compile", failing_after(3))
-    step = OrPlain({}, read_one, read_again, notes.append)
-    assert_same_tokens(Decoder(random_gpt(), step))
+    model = random_gpt()
+    expected = generate(model, PROMPTS, 2, 10, seed=3, eos=(0,))
+    decoder = Decoder(model, read=compiled(read_one, notes.append))
+    same_rollout(generate(model, PROMPTS, 2, 10, seed=3, eos=(0,), decode=decoder), expected)
     assert len(notes) == 1
 
 
@@ -281,9 +171,8 @@ def test_running_out_of_memory_is_no_failure_of_the_compiler(monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(torch, "compile", lambda function: function)
     with pytest.raises(torch.OutOfMemoryError):
-        OrPlain({}, full, lambda: 1, None)()
+        OrPlain(lambda: full, lambda: 1, None)()
 
 
 def signature_of_2_8(model=None, *, fullgraph=False, dynamic=None, backend="inductor", mode=None,

@@ -1,0 +1,318 @@
+"""graph.py: its step without a graph samples what rollout.decode does; graphs are few. fast.py: the
+product of bfloat16 numbers that it reads the head with."""
+import contextlib
+import copy
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fast
+import graph
+from graph import BLOCK, Decoder, draw_by_blocks, generate_by_graph, sample
+from rollout import completion_logprobs, generate
+from run import precision
+from worlds import (
+    SHAPES, WORDS, WORD_PROMPTS, assert_near, generator_of, printed, random_gpt, random_ids,
+    same_rollout, setup_of, shaken, skip_without, with_lora, word_gpt, words)
+
+PROMPTS = [[5, 6, 7], [3, 4], [9]]
+
+# ------------------------------------------------------------------------------------------------
+# from logits to a token
+
+
+def test_a_million_draws_are_those_of_the_distribution_function():
+    """Beside float64: u lies between what is before the token and that with it."""
+    generator = generator_of(0)
+    logits = 3 * torch.randn(3 * BLOCK, generator=generator)
+    logits[torch.rand(len(logits), generator=generator) < 0.3] = -math.inf
+    logits[BLOCK:BLOCK + 70] = -30.0        # tokens that are hardly ever drawn
+    for empty in (slice(0, 0), slice(0, BLOCK), slice(BLOCK, 2 * BLOCK), slice(2 * BLOCK, None)):
+        some = logits.clone()
+        some[empty] = -math.inf
+        probs = some.softmax(0)
+        exact = some.double().softmax(0)
+        cdf = exact.cumsum(0)
+        for _ in range(25):
+            u = torch.rand(10_000, generator=generator)
+            u[:2] = torch.tensor([0, 1 - 2 ** -24])
+            token = draw_by_blocks(probs.expand(len(u), -1).contiguous(), u)
+            assert (probs[token] > 0).all(), "a token of probability 0 is drawn"
+            assert (u <= cdf[token] + 1e-6).all() and (u >= cdf[token] - exact[token] - 1e-6).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_what_is_recorded_is_the_distribution(temperature):
+    logits = 4 * torch.randn(6, 300, generator=generator_of(1)) - 63
+    u = torch.rand(6, generator=generator_of(2))
+    token, logp, entropy = sample(logits.clone(), u, temperature)
+    exact = (logits.double() / temperature).log_softmax(-1)
+    assert_near(logp.double(), exact.gather(1, token[:, None])[:, 0], 1e-4)
+    assert_near(entropy.double(), -(exact.exp() * exact).sum(-1), 1e-5)
+
+
+# ------------------------------------------------------------------------------------------------
+# the step
+
+
+def assert_same_tokens(model, prompts=PROMPTS, T=20, decoder=None, **how):
+    """The rollout of a decoder, which is that of rollout.decode."""
+    how = dict(seed=3, eos=(0,)) | how
+    expected = generate(model, prompts, 4, T, **how)
+    found = generate(model, prompts, 4, T, decode=decoder or Decoder(model), **how)
+    same_rollout(found, expected)
+    return found
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "lora"])
+def test_a_step_draws_the_same_tokens(shape):
+    model = random_gpt(**SHAPES.get(shape, {}))
+    if shape == "lora":
+        model = with_lora(model)
+    for how in (dict(eos=(0, 1, 2, 3)), dict(batch_size=4), dict(temperature=0.7), dict(T=1)):
+        found = assert_same_tokens(model, **how)
+        logp = completion_logprobs(model, found, how.get("temperature", 1.0))
+        assert_near(logp, found.logp, 1e-4)
+    assert_same_tokens(model, [[5, 6], [3, 4]])     # none is padded
+
+
+def test_a_critic_is_asked():
+    skip_without("critic")
+    from extras.critic import ValueHead
+    model = random_gpt()
+    model.value_head = shaken(ValueHead(32), 0.3)
+    assert assert_same_tokens(model).values.std() > 0.05
+
+
+def test_what_a_decoder_does_not_take_goes_the_plain_way(monkeypatch):
+    def respond(first, r, rows, t, column):     # writes a token after each fourth one
+        if t == 4:
+            r.tokens[rows, column + 1] = 11
+            r.sampled_mask[rows, t + 1] = False
+
+    def read(*args):
+        raise AssertionError("read by a step")
+
+    model = random_gpt()
+    decoder = Decoder(model, read=read)
+    assert not assert_same_tokens(model, decoder=decoder, respond=respond).sampled_mask.all()
+    assert_same_tokens(model, decoder=decoder, top_k=5)
+    assert_same_tokens(random_gpt(seed=1), decoder=decoder)
+    with pytest.raises(AssertionError, match="by a step"):
+        assert_same_tokens(model, decoder=decoder)
+    assert generate_by_graph(torch.nn.Linear(2, 2)) is generate, "a policy that is no GPT"
+
+
+# ------------------------------------------------------------------------------------------------
+# graphs, as on a GPU
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Sizes that were captured: their graphs run the step itself. A size is that of a token."""
+    found = []
+
+    def capture(function, pool):
+        found.append(function.args)
+        return function
+
+    monkeypatch.setattr(graph, "capture", capture)
+    monkeypatch.setattr(graph, "ROWS", 2)
+    monkeypatch.setattr(graph, "WIDTH", 8)
+    monkeypatch.setattr(graph, "CHUNK", 4)
+    return found
+
+
+def on_gpu(model, **how):
+    decoder = Decoder(model, **how)
+    decoder.on_gpu = True
+    return decoder
+
+
+def test_ended_rows_leave_and_keys_are_read_as_far_as_they_are_there(captures):
+    read = []
+
+    def watched(model, ids, seen, layers, length):
+        keys = layers[0][0]
+        read.append((len(ids), keys.shape[2], int(length)))
+        return graph.read_one(model, ids, seen, layers, length)
+
+    model = random_gpt()
+    found = assert_same_tokens(model, decoder=on_gpu(model, read=watched), eos=(0, 1, 2, 3))
+    running = found.completion_mask.sum(0).tolist()     # at each token
+    for t, (n, W, length) in enumerate(read, 1):
+        assert running[t] <= n <= max(2, 1.5 * running[t // 4 * 4]), "ended rows are read"
+        assert length < W <= max(8, 1.5 * (length + 4)), "keys are read that are not there"
+    assert len({n for n, *_ in read}) > 2 and len({W for _, W, _ in read}) > 2
+
+
+def test_few_graphs_are_made_and_used_again(captures, monkeypatch):
+    model = random_gpt(n_layer=1)
+    decoder = on_gpu(model)
+    for _ in range(3):
+        for prompts in ([[2, 8, 8, 8]] * 4, PROMPTS, [[1]], PROMPTS):    # the largest comes first
+            assert_same_tokens(model, prompts, decoder=decoder, eos=(-1,))
+    assert len(set(captures)) == len(captures), "a graph is made twice"
+    before = len(captures)
+    assert_same_tokens(model, PROMPTS, decoder=decoder, eos=(-1,))
+    assert len(captures) == before, "the same call makes further graphs"
+
+    # more sizes than there may be graphs, and memory that grows, which makes them anew
+    monkeypatch.setattr(graph, "MOST", 3)
+    captures.clear()
+    decoder = on_gpu(model)
+    for _ in range(3):
+        assert_same_tokens(model, decoder=decoder)
+    assert len(captures) <= 3, "there is a graph for every size"
+    memory = decoder.memory
+    assert_same_tokens(model, PROMPTS * 3, decoder=decoder)
+    assert decoder.memory.N > memory.N
+    assert len(decoder.steps) <= 3
+
+
+def test_a_temperature_of_its_own_is_a_graph_of_its_own(captures):
+    model = random_gpt()
+    decoder = on_gpu(model)
+    for temperature in (1.0, 0.5, 1.0):
+        for _ in range(2):
+            assert_same_tokens(model, decoder=decoder, temperature=temperature, eos=(-1,))
+
+
+def test_a_graph_is_what_its_function_launches(monkeypatch):
+    """By a stand-in of a GPU's graphs."""
+    events = []
+
+    class CUDAGraph:
+        def replay(self):
+            events.append("replay")
+
+    @contextlib.contextmanager
+    def record(graph, pool):
+        events.append(pool)
+        yield
+        events.append("end")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", CUDAGraph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    step = graph.Step(lambda: events.append("step"), "pool")
+    for _ in range(3):
+        step()
+    assert events == ["step", "pool", "step", "end", "replay", "replay"]
+
+
+# ------------------------------------------------------------------------------------------------
+# bfloat16
+
+
+class CastsOfMatrices(TorchDispatchMode):
+    """Counts the casts to bfloat16 of matrices (rows, 32) or (32, columns), the weights' shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_cast = function.overloadpacket is torch.ops.aten._to_copy
+        if is_cast and kwargs.get("dtype") == torch.bfloat16 and args[0].dim() == 2:
+            self.count += 32 in args[0].shape and len(args[0]) > 12     # else hidden states
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("by_graph", [False, True])
+def test_weights_are_cast_once_for_all_tokens(frozen, by_graph, monkeypatch):
+    monkeypatch.setattr(graph, "ROWS", 6)
+    model = random_gpt().requires_grad_(not frozen)
+
+    def casts(T):
+        sampler = generate_by_graph(model) if by_graph else generate
+        # a graph keeps no casts of its own, hence no cache
+        with CastsOfMatrices() as found, torch.autocast(
+                "cpu", torch.bfloat16, cache_enabled=not by_graph):
+            sampler(model, PROMPTS, 2, T, seed=3, eos=(-1,))
+        return found.count
+
+    assert casts(2) == casts(9) > 0, "sampling casts the weights for each token"
+    assert all(p.requires_grad != frozen for p in model.parameters())
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "lora"])
+def test_a_decoder_in_bfloat16_has_the_weights_of_now(shape):
+    model = random_gpt(**SHAPES.get(shape, {}))
+    if shape == "lora":
+        model = with_lora(model)
+    before = copy.deepcopy(model)
+    decoder = Decoder(model)
+    how = dict(seed=3, eos=(-1,), decode=decoder)
+    with torch.autocast("cpu", torch.bfloat16):
+        generate(model, PROMPTS, 2, 10, **how)
+    shaken(model, 0.3, seed=8)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = generate(model, PROMPTS, 2, 10, **how)
+    now, old = ((completion_logprobs(x, found, 1.0) - found.logp).abs().mean()
+                for x in (model, before))
+    assert now < 0.1 * old, "it samples by other weights than its model has"
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """The product that only a GPU has, by a CPU."""
+    monkeypatch.setattr(fast, "product", lambda a, b: a.float() @ b.float())
+
+
+def test_a_product_of_bfloat16_numbers_does_not_round_its_sums(on_a_cpu):
+    """Logits near -63, which are GPT-2's."""
+    h = torch.randn(4, 5, 256, generator=generator_of(0)).requires_grad_()
+    weight = torch.randn(300, 256, generator=generator_of(1)) / 16
+    h.data[..., 0] = 63.0
+    weight[:, 0] = -1.0
+    weight.requires_grad_()
+    targets = random_ids(4, 5, 300)[..., None]
+
+    def logp_of(logits):
+        logp = logits.log_softmax(-1).gather(-1, targets)
+        return logp, torch.autograd.grad(logp.sum(), (h, weight))
+
+    expected, expected_gradients = logp_of(F.linear(h, weight))
+    logp, gradients = logp_of(fast.half_product(h, weight))
+    assert (logp - expected).abs().max() < 0.01
+    for g, e in zip(gradients, expected_gradients):
+        assert g.dtype == e.dtype and (g - e).norm() < 0.01 * e.norm()
+    rounded = F.linear(h.bfloat16(), weight.bfloat16()).float().log_softmax(-1).gather(-1, targets)
+    assert (rounded - expected).abs().max() > 0.05, "logits that nothing would round"
+
+
+def test_a_second_derivative_of_it_is_refused(on_a_cpu):
+    h = torch.ones(2, 3, requires_grad=True)
+    slope, = torch.autograd.grad(fast.half_product(h, h).exp().sum(), h, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------
+# the check before a run
+
+
+@pytest.mark.parametrize("error", [0.0, 0.5])
+def test_a_graph_that_does_not_hold_is_turned_off(monkeypatch, error):
+    def off(model):
+        def generate_off(*args, **how):
+            rollout = generate(*args, decode=Decoder(model), **how)
+            rollout.logp += error
+            return rollout
+        return generate_off
+
+    monkeypatch.setattr(precision, "generate_by_graph", off)
+    cfg = words()
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    setup.device = torch.device("cuda")
+    out = printed(precision.check_precision, setup, cfg)
+    if error:
+        assert out.startswith("note: graph off") and out.count("\n") == 1, out
+        assert setup.generate is generate
+    else:
+        assert out == ""
+        assert setup.generate is not generate
