@@ -430,8 +430,8 @@ MISTAKES = [
     *of("extras/explain/account.py",
         "test_account.py::test_shares_add_up_and_are_those_of_brute_force[positive]",
         ("account: row weights forgotten",
-         "Recording(setup, k.batch, ",
-         "Recording(setup, replace(k.batch, row_weights=0 * "
+         "Recording(exact(setup), k.batch, ",
+         "Recording(exact(setup), replace(k.batch, row_weights=0 * "
          "k.batch.row_weights + 1), ")),
     *of("extras/explain/target.py",
         "test_account.py::test_shares_add_up_and_are_those_of_brute_force[plain]",
@@ -440,8 +440,8 @@ MISTAKES = [
          ") / count")),
     *of("extras/explain/target.py", "test_account.py::test_the_slope_is_that_of_the_expected_reward",
         ("held-out reward: completions of the wrong weights",
-         "self.setup, self.setup.policy, self.prompts",
-         "self.setup, self.setup.base, self.prompts")),
+         "exact(self.setup), self.setup.policy, self.prompts",
+         "exact(self.setup), self.setup.base, self.prompts")),
     *of("extras/explain/target.py",
         "test_account.py::test_thinning_changes_nothing_on_average",
         ("held-out reward: what is drawn does not count for what is not", "signal / likely, 0.0)",

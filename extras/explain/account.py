@@ -185,33 +185,45 @@ def adamw(k, g, theta, m, v, damping):
     return (1 - k.lr * k.decay) * theta - k.lr / k.c1 * m / denominator, m, v
 
 
+def gradient_in(k, before, after):
+    """The gradient (W,) of step k, by what it made of m. before, after: the states."""
+    return (after[1] - k.b1 * before[1]) / (1 - k.b1) / k.clip
+
+
 def taken_back(k, before, after, derivative, damping):
     """L_t (K, W), and (d_theta, d_m, d_v) before step k from those after it, without H. before,
     after: the states."""
-    g = (after[1] - k.b1 * before[1]) / (1 - k.b1) / k.clip      # what m' was made of
+    g = gradient_in(k, before, after)
     _, back = torch.func.vjp(lambda *inputs: adamw(k, *inputs, damping), g, *before)
     L, *derivative = torch.vmap(back)(tuple(derivative))
     return L, derivative
 
 
+def exact(setup):
+    """The setup with forward passes in the precision of its weights. An account draws and
+    differentiates one policy, also of a run in bfloat16."""
+    return replace(setup, dtype=setup.trained[0].dtype)
+
+
 @full_precision()
 def hessian_times(setup, cfg, k, weights, directions):
     """H d (K, W) of the loss of step k, in full precision: the derivative of <gradient, d>."""
-    exact = replace(setup, dtype=weights.dtype)
     vector_to_parameters(weights, setup.trained)
     products = torch.zeros_like(directions)
     with sdpa_kernel(SDPBackend.MATH):      # no other attention has a second derivative
-        for loss, _ in losses(exact, setup.policy, k.batch, k.step, cfg):
+        for loss, _ in losses(exact(setup), setup.policy, k.batch, k.step, cfg):
             g = gradient(loss.total, setup.trained, create_graph=True)
             for i, d in enumerate(directions):
                 products[i] += gradient(g @ d, setup.trained, retain_graph=True)
     return products
 
 
+@full_precision()
 def multiplied(setup, cfg, k, weights, directions):
-    """Products (n, N) of directions (n, W) with the rollouts' parts of the gradient of step k."""
+    """Products (n, N) of directions (n, W) with the rollouts' parts of the gradient of step k, in
+    full precision."""
     vector_to_parameters(weights, setup.trained)
-    with Recording(setup, k.batch, k.step, False, cfg) as recording:
+    with Recording(exact(setup), k.batch, k.step, False, cfg) as recording:
         for loss, _ in recording.passes():
             loss.policy.backward()
     return torch.stack([recording.tape.dot(by_parameter(setup, d)) for d in directions]).cpu()
@@ -242,7 +254,8 @@ def account(setup, cfg, states, taken, course, folder, hessian=True, damping=DAM
     shares, effects = torch.zeros(2, *shape).double()
     is_on = dict(kl=cfg.kl_in_loss, entropy=cfg.entropy_coef, critic=cfg.critic)
     parts_of_loss = [part for part in is_on if is_on[part]]
-    rest = {part: torch.zeros(shape[:2]).double() for part in (*parts_of_loss, "decay", "momentum")}
+    rest = {part: torch.zeros(shape[:2]).double()
+            for part in (*parts_of_loss, "decay", "rounding", "momentum")}
     directions = []
     progress = Progress("account", "step", len(taken))
     steps = walk_back(setup, states, taken, course.means)
@@ -256,9 +269,14 @@ def account(setup, cfg, states, taken, course, folder, hessian=True, damping=DAM
         shares[:, k.it] += products[:len(G)]
         if predicts:
             effects[:, k.it] += products[len(G):]
+        parts = products[:len(G)].sum(1)                                            # (K,)
         for part in parts_of_loss:
-            g = gradient_of(setup, cfg, k.batch, k.step, part)
-            rest[part][:, k.it] += (G @ flat(g.values())).cpu()
+            g = gradient_of(exact(setup), cfg, k.batch, k.step, part)
+            found = (G @ flat(g.values())).cpu()
+            rest[part][:, k.it] += found
+            parts = parts + found
+        if setup.dtype == torch.bfloat16:       # the run's passes, and here they are not
+            rest["rounding"][:, k.it] += (G @ gradient_in(k, before, after)).cpu() - parts
         rest["decay"][:, k.it] -= k.lr * (slope @ (k.decay * before[0])).cpu()
         if predicts and hessian:
             derivative[0] += hessian_times(setup, cfg, k, before[0], L)
