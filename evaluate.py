@@ -7,14 +7,15 @@ This command measures the last checkpoint of a run, with other settings if you l
 from common.script import run_script    # before torch: see common
 
 from grpo import prepare, read_inputs
-from run.checkpoint import last_of, load_checkpoint
+from run.checkpoint import load_checkpoint, look_at, newest_checkpoint
 from run.evaluation import evaluate
 from run.report import print_table
 
 
 def main(argv):
-    cfg, path = last_of(argv)
+    cfg = look_at(argv)
     setup = prepare(cfg, read_inputs(cfg), may_train=False)
+    path = newest_checkpoint(argv[0])       # only now: a run at work removes older ones
     iteration = load_checkpoint(path, setup, cfg)["iteration"]
     print(f"{path}: after {iteration} iterations")
 

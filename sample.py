@@ -8,6 +8,7 @@ With --chat=True the prompt is what a user says to a chat model, in the model's 
 --before=True prints those of the policy before training first, with the same noise. Settings are
 the run's unless changed here, such as --temperature=0.7 or --max_completion_length=20.
 """
+import io
 import sys
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ import torch
 from data.prompts import Prompt, encode_prompt, note_blanks
 from grpo import prepare, read_inputs
 from judge.rewards import reward_facts, score
-from run.checkpoint import last_of, load_checkpoint
+from run.checkpoint import load_checkpoint, look_at, newest_checkpoint
 from run.sampling import sample_completions
 
 
@@ -80,8 +81,9 @@ def main(argv):
     if not argv:
         raise BadInput('usage: python sample.py RUN [CONFIG.py] [--prompt="You are"] [--num=5] '
                        "[--before=True] [--chat=True] [--setting=value ...]")
-    cfg, path = last_of(argv)
+    cfg = look_at(argv)
     setup = prepare(cfg, read_inputs(cfg), may_train=False)
+    path = newest_checkpoint(argv[0])       # only now: a run at work removes older ones
     iteration = load_checkpoint(path, setup, cfg)["iteration"]
     print(f"{path}: after {iteration} iterations")
 
@@ -95,6 +97,10 @@ def main(argv):
     if own["prompt"]:
         answer(setup, policies, cfg, own["prompt"], own)
         return
+    if sys.stdin is None:       # closed, as by `<&-`
+        raise BadInput("--prompt: give one, since there is no input to read prompts from")
+    if isinstance(sys.stdin, io.TextIOWrapper):     # a line that is no text is refused alone
+        sys.stdin.reconfigure(errors="surrogateescape")
     for prompt in prompts_from(sys.stdin):
         try:
             answer(setup, policies, cfg, prompt, own)

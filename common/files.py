@@ -4,8 +4,10 @@ import csv
 import errno
 import gzip
 import importlib.util
+import io
 import json
 import os
+import pickle
 import shutil
 import zipfile
 import zlib
@@ -207,7 +209,7 @@ def read_log(path):
     try:
         json.loads(last)
         lines.append(last)      # it is whole
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
 
     # all others are whole
@@ -215,14 +217,51 @@ def read_log(path):
             for number, line in enumerate(filter(bytes.strip, lines), 1)]
 
 
+def read_back(file):
+    """Read what torch.save wrote as load_torch does, its tables alone: tensors without their
+    numbers, which takes no time."""
+    return torch.load(file, map_location="meta", weights_only=True)
+
+
+# what torch.save and reading it raise for a value that is neither a table, a number nor a tensor
+NOT_DATA = (pickle.PickleError, AttributeError, TypeError)
+
+
+def not_data(value, where=""):
+    """Where in a value something stands that a file cannot give back, and what it is; "" if
+    nothing does."""
+    # look into plain tables; a tensor is fine
+    items = ()
+    if type(value) is dict:
+        items = value.items()
+    elif type(value) in (list, tuple):
+        items = enumerate(value)
+    elif not torch.is_tensor(value):
+        try:
+            torch.save(value, file := io.BytesIO())
+            read_back(io.BytesIO(file.getvalue()))
+        except NOT_DATA:
+            return f"{where} = {shown(value)}"
+    for key, x in items:
+        if found := not_data(key, f"{where}, a key") or not_data(x, f"{where}[{key!r}]"):
+            return found
+    return ""
+
+
 def save_file(path, kind, **content):
-    """Write a checkpoint of this kind: "policy", "judge", "run", ..."""
+    """Write a checkpoint of this kind: "policy", "judge", "run", ... BadInput for what could not be
+    read again, before it takes the place of what can."""
     with replacing(path) as tmp:
         open(tmp, "wb").close()     # says why, where no file can be made
         try:
             torch.save({"kind": kind, **content}, tmp)
+            read_back(tmp)
         except RuntimeError as e:   # how torch reports it
             raise OSError("the disk is full, or a file may not be that large") from e
+        except NOT_DATA as e:
+            raise BadInput(f"{path}: is not written, since it could not be read again: "
+                           f"{not_data(content) or shown(e)}: must be a tensor, a number, text, or "
+                           "a dict or list of these; what was saved before is still there") from e
 
 
 def check_sums(path):
@@ -232,14 +271,17 @@ def check_sums(path):
             raise ValueError
 
 
-def load_torch(path, kind=None):
+def load_torch(path, kind=None, tables_only=False):
     """What torch.save wrote, on the CPU: tables and numbers only, nothing in it is run. A relative
     path is looked for here, then beside the code: data/policy.pt. BadInput when it is missing or
-    broken. kind: what the file should be, for the advice."""
+    broken. kind: what the file should be, for the advice. tables_only: tensors without their
+    numbers, at once."""
     here = path if os.path.exists(path) else os.path.join(ROOT, path)
     if not os.path.isfile(here):
         raise BadInput(f"{path}: no such file")
     try:
+        if tables_only:
+            return read_back(here)
         check_sums(here)
         return torch.load(here, map_location="cpu", weights_only=True)
     except Exception as e:  # torch reports broken files in a dozen ways
@@ -298,8 +340,13 @@ MOMENTS = {torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
 def load_optimizer(optimizer, state):
     """optimizer <- the moments in state. ValueError where one is missing, or has another shape than
     its weights: AdamW would not notice, and read and write other memory."""
-    # rates and decays are the settings', not the file's
+    # the groups of torch's optimizers hold settings, which are those of today, not the file's. One
+    # of another class may count there (Schedule-Free, Prodigy): only its rate is a setting
     groups = optimizer.state_dict()["param_groups"]
+    if not type(optimizer).__module__.startswith("torch."):
+        rates = [{name: group[name] for name in ("lr", "initial_lr") if name in group}
+                 for group in groups]
+        groups = [was | rate for was, rate in zip(state["param_groups"], rates, strict=True)]
     optimizer.load_state_dict(state | {"param_groups": groups})
 
     # are the moments there, and of these weights?

@@ -12,7 +12,7 @@ import contextlib
 
 import torch
 
-from common.script import BadInput
+from common.script import BadInput, hash_of
 from judge.scorer import SAYS_NOTHING, highest_logits, load_scorer, says_nothing
 
 
@@ -38,6 +38,7 @@ def load_judge(name, device="cpu"):
                                f"{float(logits[i])}: must be finite")
         return logits
 
+    judge.digest = hash_of(model)       # what the name stands for (run/inputs.py)
     return judge
 
 

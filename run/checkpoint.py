@@ -3,6 +3,7 @@ What a run leaves in its folder. Only rank 0 writes.
 
     config.json    settings, versions, text of the config file: is itself a config
     config.py      that text, which nothing runs by itself
+    base.pt        the policy before training, where its file, or run, could become another one
     *.jsonl        metrics of every iteration, its samples, the evaluations
     ckpt_*.pt      all that the next iteration depends on, by the number of iterations done
 """
@@ -12,6 +13,7 @@ import math
 import os
 import platform
 import random
+import re
 import shlex
 import subprocess
 from dataclasses import asdict
@@ -23,8 +25,10 @@ from common.files import (
     flush, load_file, load_weights, replacing, save_file, undamaged, write_json)
 from common.guards import moments_of
 from common.processes import rank_and_size
-from common.script import BadInput, hash_of, seed_for
-from run.optimizer import load_state
+from common.script import BadInput, hash_of, shown
+from run.inputs import changed_inputs, of_prompts
+from run.optimizer import (
+    differing, load_state, name_of, settings_of_groups, state_of)
 from run.settings import load_settings
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
@@ -46,10 +50,10 @@ def append_rows(folder, name, rows):
             f.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
-def write_run_config(folder, cfg, device, is_printed=False):
+def write_run_config(folder, cfg, device, changes, is_printed=False):
     """config.json: settings, versions, device, git revision, names of functions, the text of the
-    config files, whether the run's table was printed. config.py: that text once more, to be named
-    in a command."""
+    config files, what changed when the run went on, whether its table was printed. config.py: that
+    text once more, to be named in a command."""
     if rank_and_size()[0] > 0:
         return
 
@@ -59,7 +63,7 @@ def write_run_config(folder, cfg, device, is_printed=False):
     write_json(f"{folder}/config.json", dict(
         settings=cfg.public(), functions=sorted(cfg.functions), source=cfg.source,
         device=str(device), torch=torch.__version__, python=platform.python_version(),
-        threads=torch.get_num_threads(), git=git, is_printed=is_printed))
+        threads=torch.get_num_threads(), git=git, changes=changes, is_printed=is_printed))
 
     # and the text of the config file, which the command for a later look names
     if cfg.source is not None:
@@ -88,11 +92,6 @@ def set_random_state(state):
     torch.set_rng_state(state["torch"])
 
 
-def pool_of(setup):
-    """A number for the prompts to train on, in their order."""
-    return seed_for(repr([prompt.text for prompt in setup.prompts]))
-
-
 def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     """Write a checkpoint and remove older ones. Raise SystemExit, and write nothing, if a weight is
     not finite."""
@@ -116,10 +115,10 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     save_file(
         f"{folder}/ckpt_{iteration:06}.pt", "run", iteration=iteration, num_tokens=num_tokens,
         base_hash=base_hash, shape=asdict(setup.policy.config), policy=weights,
-        optimizer=setup.optimizer.state_dict(),
+        optimizer=state_of(setup.optimizer), optimizer_name=name_of(setup.optimizer),
         reference=setup.reference.state_dict() if cfg.ref_model_sync_steps else None,
-        influence=setup.target_average.state(), seen=setup.seen, pool=pool_of(setup),
-        settings=cfg.public(), random=random_state(),
+        influence=setup.target_average.state(), seen=setup.seen, has_read=setup.has_read,
+        changes=setup.changes, settings=cfg.public(), random=random_state(),
         **{name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
 
     # two at least: the newest may turn out to be damaged
@@ -156,7 +155,8 @@ def read_checkpoint(path):
                 raise TypeError(f"{name} is not a dict")
 
     # the newest is found by its name
-    if content["iteration"] != iterations_of(path):
+    has_number = re.fullmatch(r"ckpt_\d{6}\.pt", os.path.basename(path))
+    if has_number and content["iteration"] != iterations_of(path):
         raise BadInput(f"{path}: was written after {content['iteration']} iterations: rename "
                        f"it to ckpt_{content['iteration']:06}.pt")
     return content
@@ -193,7 +193,13 @@ def load_checkpoint(path, setup, cfg):
         if content["base_hash"] != hash_of(setup.base):
             raise BadInput(
                 f"{path}: this run began from another policy than the settings name now (a "
-                "published one may have changed: name its commit, policy = 'NAME@COMMIT')")
+                "published one may have changed: name its commit, policy = 'NAME@COMMIT'; of a run "
+                "name the checkpoint, policy = 'RUN/ckpt_000004.pt')")
+        name = name_of(setup.optimizer)
+        if content["optimizer_name"] != name:
+            raise BadInput(f"{path}: holds the state of the optimizer "
+                           f"{content['optimizer_name']}, which {name} cannot go on with: take "
+                           "that one, or another --out_dir")
 
         # weights and moments. A reference that does not follow is the base, as it was made
         load_weights(path, setup.policy, content["policy"])
@@ -206,8 +212,10 @@ def load_checkpoint(path, setup, cfg):
         if cfg.tracin == content["settings"]["tracin"] != "off" and state["average"]:
             setup.target_average.load_state(state, setup.trained)
 
-        # what choose has been told, if it is about these prompts
-        if content["seen"] and content["pool"] != pool_of(setup):
+        # what it has read, and what choose has been told, if it is about these prompts
+        setup.has_read = dict(content["has_read"])
+        setup.changes = list(content["changes"])
+        if content["seen"] and setup.has_read["prompts"] != of_prompts(setup.prompts):
             print("note: the prompts are others than before: choose is told nothing of those")
         else:
             setup.seen = {i: [list(group) for group in groups]
@@ -216,10 +224,45 @@ def load_checkpoint(path, setup, cfg):
     return content
 
 
+def say_changes(setup, content, cfg):
+    """Print what is not as it was when a checkpoint was written, and remember it in
+    setup.changes."""
+    # settings; to be made longer is what a run goes on for
+    changed = changed_settings(content["settings"], cfg)
+    longer = changed.pop("max_iters", None)
+    if longer and cfg.lr_decay != "constant":
+        print(f"note: resumed with another max_iters, {longer[0]} -> {longer[1]}: lr_decay = "
+              f"{cfg.lr_decay!r} ends there, so from here on the rate is another than in one run "
+              "of either length")
+    for name, (old, new) in changed.items():
+        print(f"resumed with another {name}: {old!r} -> {new!r}")
+
+    # what their names stand for
+    inputs = changed_inputs(content["has_read"], setup.has_read)
+    for name, (old, new) in inputs.items():
+        versions = f": {old} -> {new}" if name in ("device", "dtype", "torch", "threads") else ""
+        print(f"resumed with other {name}{versions}")
+    everything = changed | inputs | ({"max_iters": longer} if longer else {})
+    setup.changes += [[content["iteration"], name, old, new]
+                      for name, (old, new) in everything.items()]
+
+
+def say_groups(fresh, saved, now):
+    """Print what has become of the settings of a user's optimizer. fresh, saved, now: those of a
+    new one, of the checkpoint's, and of the one that goes on (settings_of_groups)."""
+    for name, (old, new) in differing(saved, now).items():
+        print(f"resumed with another {name} of the optimizer: {shown(old)} -> {shown(new)}")
+    for name, (kept, new) in differing(now, fresh).items():
+        print(f"the optimizer goes on with the checkpoint's {name}: {shown(kept)}; a new one has "
+              f"{shown(new)}")
+
+
 def resume(folder, setup, cfg):
     """Put everything back as the last checkpoint has it and cut the logs to match. -> (iterations
     done, tokens seen)"""
     path = newest_checkpoint(folder)
+    has_read = setup.has_read
+    fresh = settings_of_groups(state_of(setup.optimizer))
     content = load_checkpoint(path, setup, cfg)
 
     # rows that were logged after the checkpoint are cut off, and will be written again
@@ -230,13 +273,11 @@ def resume(folder, setup, cfg):
                            "continue: put the file back, or choose another --out_dir")
 
     # say what is not as it was
-    for name, (old, new) in changed_settings(content["settings"], cfg).items():
-        if name != "max_iters":
-            print(f"resumed with another {name}: {old!r} -> {new!r}")
-        elif cfg.lr_decay != "constant":
-            print(f"note: resumed with another max_iters, {old} -> {new}: lr_decay = "
-                  f"{cfg.lr_decay!r} ends there, so from here on the rate is another than in one "
-                  "run of either length")
+    setup.has_read = setup.has_read | has_read
+    say_changes(setup, content, cfg)
+    if "optimizer" in cfg.functions:
+        saved = settings_of_groups(content["optimizer"])
+        say_groups(fresh, saved, settings_of_groups(state_of(setup.optimizer)))
 
     # only now, when nothing is refused any more, touch the files
     if rank_and_size()[0] == 0:
@@ -248,13 +289,14 @@ def resume(folder, setup, cfg):
     return content["iteration"], content["num_tokens"]
 
 
-def last_of(argv):
-    """Settings of a run that is looked at, and its last checkpoint -> (cfg, path). argv: its
-    folder, then the config file that has its functions, and settings that differ."""
+def look_at(argv):
+    """Settings of a run that is looked at. argv: its folder, then the config file that has its
+    functions, and settings that differ."""
     first = argv[0] if argv else "no argument"
     if not os.path.isdir(first):
         raise BadInput(f"{first}: must be the folder of a run: RUN [CONFIG.py] [--setting=value "
                        "...]")
     cfg = load_settings(argv)
     cfg.compile = False     # compiling would take longer than what it saves here
-    return cfg, newest_checkpoint(first)
+    newest_checkpoint(first)
+    return cfg

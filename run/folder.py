@@ -14,8 +14,10 @@ from run.checkpoint import LOGS, changed_settings, checkpoints, iterations_of
 from run.settings import read_run
 
 LOCK = ".lock"
+# files that are written under a temporary name first
+WRITTEN = ("ckpt_*.pt", "base.pt", "config.json", "config.py")
 # settings that no --resume can change: the weights would not fit
-FIXED = ("policy", "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
+FIXED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
 
 
 def in_words(changed):
@@ -120,8 +122,9 @@ def claimed_folder(cfg):
         if not flush(folder):
             print(f"note: {folder}: this disk cannot be waited for (fsync of a folder), so a power "
                   "failure may lose what was saved last")
-        for path in glob.glob(f"{glob.escape(folder)}/ckpt_*.pt.*.tmp"):
-            os.remove(path)     # of a process that was killed while it wrote
+        for name in WRITTEN:        # by a process that was killed while it wrote
+            for path in glob.glob(f"{glob.escape(folder)}/{name}.[0-9]*.tmp"):
+                os.remove(path)
 
         # from the beginning, or from where it stopped?
         is_continued = bool(checkpoints(folder))

@@ -4,13 +4,15 @@
         return torch.optim.SGD([p for _, p in named_parameters], lr=learning_rate, momentum=0.9)
 
 A list of optimizers steps as one: Muon for the matrices, say, and AdamW for the rest. Warm-up and
-decay scale the rate of every parameter group from where the function has set it.
+decay scale the rate of every parameter group from where the function has set it. What an optimizer
+remembers must be in its state_dict(), in tensors and plain numbers: a checkpoint holds that.
 """
 import inspect
 
+import numpy as np
 import torch
 
-from common.files import load_optimizer
+from common.files import load_optimizer, not_data
 from common.script import BadInput, shown
 
 
@@ -51,12 +53,65 @@ class Several:
             load_optimizer(optimizer, part)
 
 
+def name_of(optimizer):
+    """The classes of an optimizer, to be compared with those that a checkpoint names."""
+    several = optimizer.optimizers if isinstance(optimizer, Several) else [optimizer]
+    return ", ".join(type(one).__name__ for one in several)
+
+
 def load_state(optimizer, state):
     """optimizer <- what its state_dict() once was. ValueError where that is of another one."""
     if isinstance(optimizer, Several):
         optimizer.load(state)
     else:
         load_optimizer(optimizer, state)
+
+
+def plain(value):
+    """A table with Python's numbers in place of numpy's, which a checkpoint cannot hold."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {key: plain(x) for key, x in value.items()}
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+
+
+def state_of(optimizer):
+    """What a checkpoint keeps of an optimizer."""
+    return plain(optimizer.state_dict())
+
+
+def check_state(optimizer):
+    """Refuse an optimizer of the config file, after its first step, whose state a checkpoint could
+    not hold and give back: the trained policy would be lost with it."""
+    state = state_of(optimizer)
+    if found := not_data(state):
+        raise BadInput(f"optimizer: a checkpoint cannot hold what its state_dict() has at {found}: "
+                       "must be a tensor, a number, text, or a dict or list of these")
+    try:
+        load_state(optimizer, state)
+    except (AttributeError, LookupError, TypeError, ValueError) as e:
+        raise BadInput(f"optimizer: {shown(optimizer)} does not take back what its state_dict() "
+                       f"gave, so no run could go on with it ({shown(e)})") from e
+
+
+def settings_of_groups(state):
+    """[{name: value}] of the parameter groups in what state_of returned, without what follows from
+    the iteration."""
+    groups = [group for part in state.get("optimizers", [state]) for group in part["param_groups"]]
+    return [{name: x for name, x in group.items() if name not in ("params", "lr")}
+            for group in groups]
+
+
+def differing(groups, others):
+    """{name: (value, other)} of the values that differ first in two settings_of_groups."""
+    found = {}
+    for one, other in zip(groups, others):
+        for name in one.keys() | other.keys():
+            values = one.get(name), other.get(name)
+            if repr(values[0]) != repr(values[1]):
+                found.setdefault(name, values)
+    return found
 
 
 def adamw(named_parameters, cfg):

@@ -4,17 +4,19 @@ import os
 
 import torch
 
-from common.files import undamaged
+from common.files import load_torch, undamaged
+from common.processes import rank_and_size
 from common.script import BadInput, seed_for
 from data.tokenizer import load_tokenizer
-from data.weights import load_gpt, merged_weights, rebuilt
+from data.weights import load_gpt, merged_weights, rebuilt, save_gpt
 from model import GPTConfig, Policy
-from run.check import check_extras, is_run, policy_extras
-from run.checkpoint import newest_checkpoint, read_checkpoint
-from run.settings import HINTS, Settings, assign
+from run.check import check_extras, is_published, is_run, policy_extras
+from run.checkpoint import checkpoints, newest_checkpoint, read_checkpoint
+from run.settings import HINTS, Settings, assign, read_run
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
 SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+BASE = "base.pt"        # in the folder of a run, see keep_base
 
 
 def plain(policy):
@@ -24,42 +26,6 @@ def plain(policy):
     weights.setdefault("lm_head.weight", weights["wte.weight"])
     model.load_state_dict(weights)
     return model
-
-
-def load_policy(cfg):
-    """Load the policy of a file, a run or a published name -> (policy, tokenizer); the policy is
-    None for "train"."""
-    if cfg.policy == "train":
-        return None, load_tokenizer(cfg.vocab_size)
-
-    # a run, a file of weights, or a published model: each brings its tokenizer
-    if is_run(cfg.policy):
-        policy, tokenizer = load_run(cfg.policy)
-        policy = plain(policy)
-        if isinstance(tokenizer, str):
-            from extras.hub.policy import tokenizer_of
-            tokenizer = tokenizer_of(tokenizer)
-    elif cfg.policy.endswith(".pt"):
-        policy = load_gpt(cfg.policy)
-        tokenizer = load_tokenizer(policy.config.vocab_size)
-    else:
-        from extras.hub.policy import load
-        policy, tokenizer = load(cfg.policy)
-
-    # what its chat template asks for
-    if cfg.chat_template_kwargs:
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise BadInput(f"chat_template_kwargs: policy = {cfg.policy!r} has no chat template")
-        tokenizer.give_template(cfg.chat_template_kwargs)
-
-    # its shape overrides the settings, and a note names each that differs
-    for name in SHAPE:
-        wanted = getattr(cfg, name)
-        found = getattr(policy.config, name)
-        if wanted not in (getattr(Settings, name), found):
-            print(f"note: {name} = {wanted} is ignored: {cfg.policy} has {found}")
-        setattr(cfg, name, found)
-    return policy, tokenizer
 
 
 def new_policy(cfg):
@@ -110,30 +76,108 @@ def settings_of(path, content=None):
     return cfg
 
 
+# ------------------------------------------------------------------------------------------------
+# what the name of a policy means
+
+
+def checkpoint_of(name):
+    """The checkpoint that a policy's name means: the newest in a run's folder, or the file of that
+    name. None for a policy that is no run's."""
+    if is_run(name):
+        return newest_checkpoint(name)
+    content = load_torch(name, tables_only=True) if name.endswith(".pt") else None
+    return name if isinstance(content, dict) and content.get("kind") == "run" else None
+
+
+def origin_of(name):
+    """The policy that the first of a row of runs began from, each from the last one: "train", a .pt
+    file or a published model. It has the tokenizer."""
+    passed = []
+    while checkpoint := checkpoint_of(name):
+        copied = f"{os.path.dirname(checkpoint) or '.'}/{BASE}"
+        if os.path.exists(copied):      # the run that it began from may be gone
+            name = copied
+            break
+        if checkpoint in passed:
+            raise BadInput(f"{checkpoint}: began from itself, by its settings")
+        passed.append(checkpoint)
+        name = settings_of(checkpoint).policy
+    if not name.endswith(".pt"):
+        return name
+    return load_torch(name, tables_only=True).get("origin", name)
+
+
 def load_run(path):
     """Load the policy of a run's folder or of a .pt file -> (policy, tokenizer). In place of the
     tokenizer of a published model comes the folder or file that has it."""
-    # a .pt file is whole
-    if not os.path.isdir(path):
+    checkpoint = checkpoint_of(path)
+    if checkpoint is None:
         policy = load_gpt(path)
+    else:       # a run's policy may have adapters, as its settings say
+        content = read_checkpoint(checkpoint)
+        cfg = settings_of(checkpoint, content)
+        with undamaged(checkpoint):
+            policy = rebuilt(checkpoint, content["shape"], content["policy"],
+                             lambda config: trainable(Policy(config), cfg))
+
+    # whose tokens are they?
+    origin = origin_of(path)
+    if origin == "train" or origin.endswith(".pt"):
         return policy, load_tokenizer(policy.config.vocab_size)
-
-    # a run's policy may have adapters, as its settings say
-    path = newest_checkpoint(path)
-    content = read_checkpoint(path)
-    cfg = settings_of(path, content)
-    with undamaged(path):
-        policy = rebuilt(path, content["shape"], content["policy"],
-                         lambda config: trainable(Policy(config), cfg))
-    return policy, tokenizer_of_settings(cfg)
-
-
-def tokenizer_of_settings(cfg):
-    """The tokenizer of a run with these settings; of a published model the folder or file that has
-    it."""
-    if cfg.policy == "train" or cfg.policy.endswith(".pt"):
-        return load_tokenizer(cfg.vocab_size)
-    if is_run(cfg.policy):
-        return tokenizer_of_settings(settings_of(newest_checkpoint(cfg.policy)))
     from extras.hub.policy import locate
-    return locate(cfg.policy)
+    return policy, locate(origin)
+
+
+def keep_base(folder, setup, cfg, is_new):
+    """Write base.pt, a copy of the policy before training, beside a run that began from a file or
+    from a run: those are trained on, replaced, moved, and this run needs what they were."""
+    is_named = cfg.policy != "train" and not is_published(cfg.policy)
+    path = f"{folder}/{BASE}"
+    if is_named and rank_and_size()[0] == 0 and (is_new or not os.path.exists(path)):
+        save_gpt(path, setup.base, origin=origin_of(cfg.policy))
+
+
+def kept_base(cfg):
+    """Path of that copy, where the run in out_dir goes on, or is looked at, with the policy that it
+    names; else None."""
+    path = f"{cfg.out_dir}/{BASE}"
+    if not os.path.isfile(path) or not checkpoints(cfg.out_dir):
+        return None
+    if read_run(cfg.out_dir)["settings"].get("policy") != cfg.policy:
+        return None
+    print(f"policy: {path}, {cfg.policy} as it was when this run began")
+    return path
+
+
+def load_policy(cfg):
+    """Load the policy of a file, a run or a published name -> (policy, tokenizer); the policy is
+    None for "train"."""
+    if cfg.policy == "train":
+        return None, load_tokenizer(cfg.vocab_size)
+
+    # a run, a file of weights, or a published model: each brings its tokenizer
+    name = kept_base(cfg) or cfg.policy
+    if is_published(name):
+        from extras.hub.policy import load
+        policy, tokenizer = load(name)
+    else:
+        policy, tokenizer = load_run(name)
+        policy = plain(policy) if checkpoint_of(name) else policy
+        if isinstance(tokenizer, str):
+            from extras.hub.policy import tokenizer_of
+            tokenizer = tokenizer_of(tokenizer)
+
+    # what its chat template asks for
+    if cfg.chat_template_kwargs:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise BadInput(f"chat_template_kwargs: policy = {cfg.policy!r} has no chat template")
+        tokenizer.give_template(cfg.chat_template_kwargs)
+
+    # its shape overrides the settings, and a note names each that differs
+    for name in SHAPE:
+        wanted = getattr(cfg, name)
+        found = getattr(policy.config, name)
+        if wanted not in (getattr(Settings, name), found):
+            print(f"note: {name} = {wanted} is ignored: {cfg.policy} has {found}")
+        setattr(cfg, name, found)
+    return policy, tokenizer

@@ -103,7 +103,7 @@ def print_table(rows):
     """Print the measures of the first and the last evaluation side by side."""
     before = rows[0]
     after = rows[-1]
-    title = f"iterations 0 and {after['iteration']}"
+    title = f"iterations {before['iteration']} and {after['iteration']}"
     print(f"\n{title:24}{'before':>10}{'after':>10}{'after/before':>14}")
 
     # a measure a line

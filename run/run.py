@@ -17,7 +17,10 @@ from run.checkpoint import (
 from run.evaluation import evaluate
 from run.flags import problems_of_evaluation
 from run.folder import claimed_folder
+from run.inputs import (
+    makes_another_evaluation, makes_another_iteration, since_change, what_was_read)
 from run.metrics import batch_metrics, rollout_toxicity
+from run.policy import keep_base
 from run.report import (
     StepLog, print_iteration, print_table, print_verdict, print_warnings, reward_of)
 
@@ -116,9 +119,10 @@ class Run:
         self.num_unscored = 0                   # iterations in a row in which no reward was known
         self.gaps = []                          # of the rewards of repeated iterations
 
-        # for a signal, and for what fails after it
+        # for a signal, and for what fails
         self.stopped = lambda: False            # whether a signal was heard
         self.done = None                        # iterations, as what is in memory has them
+        self.saved = None                       # iterations, as the newest checkpoint has them
 
         # a package of its own, if it is asked for
         if cfg.wandb_project and rank_and_size()[0] == 0:
@@ -145,24 +149,32 @@ class Run:
 
     def __exit__(self, kind, error, trace):
         with self.until_end:
-            if self.stopped() and is_failure(error):
-                self.leave(error)
+            has_begun = self.done is not None or self.stopped()
+            if not has_begun or not is_failure(error):
+                return
+            kept = self.keep_last()
+            if not self.stopped():
+                print(kept, flush=True)
+                return
 
-    def leave(self, error):
-        """After a signal something failed: a terminal's Ctrl-C ends also the processes that a
-        reward waits for."""
-        # save the last whole iteration, unless a step was taken since
+            # after a signal something failed: a terminal's Ctrl-C ends also the processes that a
+            # reward waits for. The signal ends the run; what failed meanwhile is named
+            raise KeyboardInterrupt(f"{kept} (meanwhile: {shown(str(error), 120)})") from error
+
+    def keep_last(self):
+        """Save the last whole iteration, after something failed -> words about it."""
+        # unless there is none yet, or a step was taken since
         if self.done is None or self.has_stepped:
-            reason = "what was saved last is kept, and the same command continues"
-        else:
-            set_random_state(self.random)
-            self.setup.target_average.age, self.setup.target_average.total = self.average
-            self.setup.seen = self.seen
-            self.save(self.done)
-            reason = f"saved after iteration {self.done}; the same command continues"
-
-        # the signal ends the run; what failed meanwhile is named
-        raise KeyboardInterrupt(f"{reason} (meanwhile: {shown(str(error), 120)})") from error
+            return "what was saved last is kept, and the same command continues"
+        set_random_state(self.random)
+        self.setup.target_average.age, self.setup.target_average.total = self.average
+        self.setup.seen = self.seen
+        try:
+            if self.saved != self.done:
+                self.save(self.done)
+        except Exception as e:      # what failed first ends the run: a disk, or a GPU, may be why
+            return f"iteration {self.done} could not be saved ({shown(str(e), 120)})"
+        return f"saved after iteration {self.done}; the same command continues"
 
     def mark_whole(self):
         """What is in memory is a whole iteration: remember what changes before the next step."""
@@ -184,15 +196,17 @@ class Run:
         self.stopped = self.until_end.enter_context(interrupts())
         self.base_hash = hash_of(setup.base)
         self.num_tokens = 0
+        setup.has_read = what_was_read(setup, cfg)
 
         # new logs, or those of the interrupted run, cut to its last checkpoint
         done = None
         if cfg.resume:
             rewards = logged_rewards(f"{self.folder}/metrics.jsonl")
             done, self.num_tokens = resume(self.folder, setup, cfg)     # cuts the log
+            self.saved = done
             self.earlier = {it: reward for it, reward in rewards.items() if it > done}
-            self.first = self.first_row("metrics.jsonl")
-            self.first_evaluation = self.first_row("eval.jsonl")
+            self.first = self.first_row("metrics.jsonl", makes_another_iteration)
+            self.first_evaluation = self.first_row("eval.jsonl", makes_another_evaluation)
         else:
             begin_logs(self.folder, cfg)
 
@@ -204,7 +218,8 @@ class Run:
                 f"cache_dir = {cfg.cache_dir!r} must be the same folders on all machines")
 
         # what this run is, for whoever finds its folder
-        write_run_config(self.folder, cfg, setup.device)
+        write_run_config(self.folder, cfg, setup.device, setup.changes)
+        keep_base(self.folder, setup, cfg, is_new=done is None)
         name = os.path.basename(self.folder)
         self.tell_wandb("init", project=cfg.wandb_project, name=name, config=cfg.public())
 
@@ -238,9 +253,10 @@ class Run:
                   f"on without wandb; {self.folder}/metrics.jsonl has all metrics", flush=True)
             self.wandb = None
 
-    def first_row(self, log):
-        """The first row of a log, NaN where nothing is known; None if there is none."""
-        rows = read_log(f"{self.folder}/{log}")
+    def first_row(self, log, matters):
+        """The first row of a log that later ones can be compared with, NaN where nothing is known;
+        None if there is none. matters: of run/inputs.py."""
+        rows, _ = since_change(read_log(f"{self.folder}/{log}"), self.setup.changes, matters)
         if not rows:
             return None
         return {name: math.nan if x is None else x for name, x in rows[0].items()}
@@ -305,9 +321,13 @@ class Run:
         if max(self.gaps) == 0:
             print(text + "as before the interruption")
             return
+        changed = [name for done, name, *_ in self.setup.changes if done == self.start]
+        why = ("a GPU adds in no fixed order (docs/gpus.md), or a reward draws random numbers of "
+               "its own, or asks something that has changed")
+        if changed:
+            why = f"{', '.join(changed)} changed"
         print(f"note: {text}differ by at most {max(self.gaps):.2g} from those before the "
-              "interruption: a GPU adds in no fixed order (docs/gpus.md), or settings, data, torch "
-              "or a reward's own random numbers have changed")
+              f"interruption: {why}")
 
     def is_evaluated(self, done):
         """Whether an evaluation follows after so many iterations."""
@@ -374,20 +394,29 @@ class Run:
     def save(self, iteration):
         save_checkpoint(
             self.folder, self.setup, self.cfg, iteration, self.num_tokens, self.base_hash)
+        self.saved = iteration
 
     def finish(self):
         """The table of before and after, and the verdict where one is expected."""
         if rank_and_size()[0] > 0:
             return
 
-        # the first evaluation beside the last one
-        rows = read_log(f"{self.folder}/eval.jsonl")
-        print_table(rows)
+        # the first evaluation beside the last one, as far as both measure the same
+        rows, why = since_change(
+            read_log(f"{self.folder}/eval.jsonl"), self.setup.changes, makes_another_evaluation)
+        if why:
+            print(f"\nnot compared with the evaluations before: {', '.join(why)} changed; python "
+                  f"evaluate.py {self.folder} measures before and after alike")
+        if len(rows) > 1 or not why:
+            print_table(rows)
         print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt_*.pt",
               flush=True)
         self.tell_wandb("finish")
         try:
+            if self.cfg.expect_rise and len(rows) < 2 and why:
+                raise SystemExit("verdict: none, since no two evaluations measure the same")
             if self.cfg.expect_rise:
                 print_verdict(rows, self.cfg, read_log(f"{self.folder}/metrics.jsonl"))
         finally:    # a run that was killed before this prints the table when it is started again
-            write_run_config(self.folder, self.cfg, self.setup.device, is_printed=True)
+            write_run_config(
+                self.folder, self.cfg, self.setup.device, self.setup.changes, is_printed=True)

@@ -37,6 +37,10 @@ class Setup:
     target_average: tracin.Average      # of the target's gradient, over steps
     # {index of a prompt: [rewards of a group, ...]}, oldest first; for the config file's choose
     seen: dict = field(default_factory=dict)
+    # what was read, by its content (run/inputs.py), and what changed when the run went on:
+    # [[iterations done, name, before, now]]
+    has_read: dict = field(default_factory=dict)
+    changes: list = field(default_factory=list)
 
     def autocast(self):
         """The context of forward passes: in self.dtype."""

@@ -24,6 +24,7 @@ import evaluate
 import grpo
 import model
 from common.files import load_file, read_json, save_file
+from common.script import BadInput
 from data.weights import load_gpt
 from run.checkpoint import LOGS, newest_checkpoint
 from run.policy import load_policy, load_run
@@ -133,7 +134,7 @@ def columns(text):
     return {name: (float(before), float(after)) for name, before, after in found}
 
 
-class Crash(Exception):
+class Crash(BaseException):       # as a kill: nothing is saved on the way
     pass
 
 
@@ -372,6 +373,25 @@ def test_nothing_is_lost_where_ctrl_c_makes_a_reward_fail(
         run_grpo(where, noise, *SIX)
     assert checkpoint_of(where)["iteration"] == saved
     assert columns(run_grpo(where, noise, *SIX)), "it did not come to its end"
+    assert_same_run(whole, where)
+
+
+@pytest.mark.parametrize("call, saved", [(5, 2), (10, 6)])
+def test_a_reward_that_fails_once_costs_no_whole_iteration(
+        call, saved, noise, whole, run_grpo, tmp_path, monkeypatch):
+    """In iteration 3, or in the last evaluation: as after Ctrl-C, and the user's own line is named.
+    """
+    where = tmp_path / "run"
+    sparse = [flag for flag in SIX if "save_interval" not in flag] + ["--save_interval=50"]
+    with monkeypatch.context() as m:
+        m.setenv("SIGNAL", "0")     # none
+        m.setenv("CALL", str(call))
+        m.setenv("FAILS", "1")
+        with pytest.raises(BadInput, match="noise") as failed:
+            run_grpo(where, noise, *sparse)
+    assert any("raise ChildProcessError" in note for note in failed.value.__notes__)
+    assert checkpoint_of(where)["iteration"] == saved
+    assert columns(run_grpo(where, noise, *sparse)), "it did not come to its end"
     assert_same_run(whole, where)
 
 

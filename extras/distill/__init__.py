@@ -12,7 +12,7 @@ token by token, of one sample. Its policy gradient is that of KL(student, teache
 from dataclasses import replace
 
 import grpo
-from common.script import BadInput
+from common.script import BadInput, hash_of
 from run.policy import load_policy
 
 
@@ -35,14 +35,27 @@ def load_teacher(name, setup, cfg):
     return teacher.to(setup.device).eval().requires_grad_(False)
 
 
+def note_teacher(setup, what, digest):
+    """Keep the teacher's hash in checkpoints, and say where this run had another one."""
+    before = setup.has_read.setdefault(what, digest)
+    if before != digest:
+        print(f"resumed with other {what}: name the checkpoint that it was, RUN/ckpt_000004.pt, to "
+              "go on with that one", flush=True)
+        setup.has_read[what] = digest
+        setup.changes.append([None, what, before, digest])
+
+
 def of_teacher(name, coef=1.0):
     """advantage(batch, setup, cfg) for a config file: coef * (log p(teacher) - log p(student)) of
     every sampled token (N, T). The teacher is loaded at the first call."""
     loaded = []
+    hashes = []
 
     def advantage(batch, setup, cfg):
         if not loaded:
             loaded.append(load_teacher(name, setup, cfg))
+            hashes.append(hash_of(loaded[0]))
+        note_teacher(setup, f"weights of the teacher {name!r}", hashes[0])
         taught = replace(setup, reference_fn=loaded[0])
         teacher_logp = grpo.reference_logprobs(taught, batch.rollout, cfg)              # (N, T)
         return coef * (teacher_logp - batch.rollout.logp)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 import grpo
-from common.files import read_json, read_rows
+from common.files import read_json, read_log, read_rows, undamaged
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
 from data.prompts import check_text, read_prompt
 from extras.explain import told
@@ -24,6 +24,7 @@ from rollout import Sampling, at_sampled_tokens, concatenate, empty_rollout, tru
 from run.checkpoint import (
     changed_settings, checkpoints, iterations_of, load_checkpoint, newest_checkpoint,
     read_checkpoint)
+from run.inputs import changed_inputs, what_was_read
 from run.sampling import sample_completions
 from run.settings import load_settings, read_run
 
@@ -46,7 +47,8 @@ HARMLESS = ("cache_dir", "device", "decode_batch_size", "activation_checkpointin
 
 
 def check_run(setup, cfg, folder, path, last):
-    """Refuse a run that is not the one that was made."""
+    """Refuse a run that is not the one that was made -> names of what has changed and may compute
+    the same: code, versions, and what changed when the run itself went on."""
     if last["base_hash"] != hash_of(setup.base):
         raise BadInput(f"{path}: this run began from another policy than the settings name now; "
                        "the policy must be the one that it began from")
@@ -54,9 +56,18 @@ def check_run(setup, cfg, folder, path, last):
         is_harmless = name in HARMLESS or name == "micro_batch_size" and cfg.loss_type != "bnpo"
         if not is_harmless:
             raise BadInput(f"{name} = {now!r}: must be {was!r} as in {path}, whose run is repeated")
+    # what the names stand for
+    inputs = changed_inputs(last["has_read"], what_was_read(setup, cfg))
+    for name in inputs:
+        if not name.startswith(("code in", "device", "dtype", "torch", "threads")):
+            raise BadInput(f"{name}: not what this run has read, by the hash in {path}: the run is "
+                           "repeated with what it had")
     if read_run(folder)["source"] != cfg.source:
         raise BadInput(f"{folder}: is repeated with the config file that it had; name its own "
                        f"copy, {folder}/config.py, or none if it had none")
+    midway = [f"{name} changed after iteration {done}" for done, name, *_ in last["changes"]
+              if name not in (*HARMLESS, "max_iters")]
+    return [*midway, *inputs]
 
 
 def go_to(setup, cfg, folder, since):
@@ -74,10 +85,11 @@ def go_to(setup, cfg, folder, since):
 def say_cost(folder, cfg, target, since, end, parts, predicts):
     """Print what the account will cost, by the times that the run itself took, and how to make it
     cheaper."""
-    rows = read_rows(f"{folder}/metrics.jsonl") if os.path.exists(f"{folder}/metrics.jsonl") else []
-    rows = [row for row in rows if since < row.get("iteration", 0) <= end]
-    steps = sum(int(row.get("num_steps", 1)) for row in rows) or end - since
-    seconds = sum(float(row.get("step_time", 0)) for row in rows)
+    rows = read_log(f"{folder}/metrics.jsonl") if os.path.exists(f"{folder}/metrics.jsonl") else []
+    with undamaged(f"{folder}/metrics.jsonl"):
+        rows = [row for row in rows if since < row.get("iteration", 0) <= end]
+        steps = sum(int(row.get("num_steps", 1)) for row in rows) or end - since
+        seconds = sum(float(row.get("step_time", 0)) for row in rows)
     per_rollout = seconds / max(1, len(rows)) / (cfg.num_prompts * cfg.num_generations)
     points = steps * parts + 1
 
@@ -97,9 +109,9 @@ def say_cost(folder, cfg, target, since, end, parts, predicts):
           flush=True)
 
 
-def far_from_run(setup, target, course, states, folder, path, last):
+def far_from_run(setup, target, course, states, folder, path, last, changed):
     """How far the replay is from the run, in the number that is explained: [] where it is the same
-    to the bit, else a line. BadInput where it is too far."""
+    to the bit, else a line. BadInput where it is too far. changed: what check_run returned."""
     names = {p: name for name, p in setup.policy.named_parameters()}
     saved = flat(last["policy"][names[p]].to(states[-1][0]) for p in setup.trained)
     if torch.equal(saved, states[-1][0].cpu()):
@@ -110,6 +122,8 @@ def far_from_run(setup, target, course, states, folder, path, last):
     causes = (f"threads (then {threads}, now {torch.get_num_threads()}: --threads={threads}), a "
               "GPU, another machine or version, settings that changed, a reward that draws random "
               "numbers")
+    if changed:
+        causes = ", ".join(changed)
     if not off <= OTHER:
         raise BadInput(f"{path}: the replay is off by {100 * off:.2g} % of the change, so it is "
                        f"another run, by {causes}")
@@ -285,7 +299,7 @@ def main(argv):
     if since >= end:
         raise BadInput(f"--since={since}: must be below {end}, the iterations of {path}")
     setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
-    check_run(setup, cfg, folder, path, last)
+    changed = check_run(setup, cfg, folder, path, last)
     sentences = sentences_asked(setup, cfg, own)
     target = target_asked(setup, cfg, own, sentences)
     # where a prediction can be trusted: docs/account.md. cispo's ratio is a constant to its
@@ -300,7 +314,7 @@ def main(argv):
     if own["target"] == "target":
         target = target._replace(batch=taken[0].batch)
     course = follow(target, states, folder, own["parts"])
-    note = far_from_run(setup, target, course, states, folder, path, last)
+    note = far_from_run(setup, target, course, states, folder, path, last, changed)
     found = account(setup, cfg, states, taken, course, folder, predicts=predicts)
     smooth = smoothness(setup, cfg, states, taken) if predicts else math.nan
 

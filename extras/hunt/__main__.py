@@ -43,7 +43,14 @@ CHECKED = 3     # iterations of a copy that are compared with a healthy run's
 
 def write_copy(folder, fault):
     """The project in a new folder, with a Fault planted, or None."""
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    skipped = shutil.ignore_patterns(*NOT_COPIED)
+    itself = os.path.realpath(folder)       # it may lie within the project
+
+    def ignored(path, names):
+        own = [name for name in names if itself == os.path.realpath(f"{path}/{name}")]
+        return {*skipped(path, names), *own}
+
+    shutil.copytree(ROOT, folder, ignore=ignored)
     os.makedirs(os.path.dirname(f"{folder}/{CONFIG}"))
     shutil.copy(f"{ROOT}/{CONFIG}", f"{folder}/{CONFIG}")   # the answers stay here
     if fault is None:

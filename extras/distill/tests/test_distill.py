@@ -78,3 +78,17 @@ def test_a_run_is_a_teacher_and_its_student_goes_on_with_the_same_bits(tiny, run
     run_grpo(tmp_path / "parts", str(config), *more, "--max_iters=1")
     run_grpo(tmp_path / "parts", str(config), *more, "--max_iters=3", "--resume=True")
     assert untimed_metrics(tmp_path / "whole") == untimed_metrics(tmp_path / "parts")
+
+
+def test_a_teacher_that_has_become_another_is_said(tiny, run_grpo, tmp_path):
+    more = [f"--policy={tiny.policy}", "--judge=None", "--eval_judge=None"]
+    teacher = tmp_path / "teacher.pt"
+    config = tmp_path / "student.py"
+    config.write_text("from extras.distill import of_teacher\n"
+                      f"advantage = of_teacher({str(teacher)!r})\n"
+                      "def reward(prompts, completions):\n    return [0.0] * len(completions)\n")
+    for seed, its, is_said in ((1, 1, False), (1, 2, False), (2, 3, True)):
+        save_gpt(teacher, random_gpt(300, seed, block_size=32))
+        resume = ["--resume=True"] * (its > 1)
+        text = run_grpo(tmp_path / "run", str(config), *more, f"--max_iters={its}", *resume)
+        assert ("other weights of the teacher" in text) == is_said

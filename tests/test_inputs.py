@@ -1,0 +1,301 @@
+"""
+A run and its inputs: what it has read is kept by its content, so that a file, a run or code that
+becomes another one under the same name is said, and never compared with what it was before. What an
+optimizer counts, and the policy that a run began from, outlive an interruption.
+"""
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from common.files import ROOT, load_file, save_file
+from run.checkpoint import newest_checkpoint
+from run.inputs import of_functions
+from run.policy import load_policy, load_run
+from run.settings import load_settings
+from worlds import assert_refused, read_rows, untimed_metrics
+
+OWN = ("--judge=None", "--eval_judge=None", "--save_interval=2", "--eval_interval=2")
+
+
+def weights_of(folder):
+    return load_file(newest_checkpoint(str(folder)), "run")["policy"]
+
+
+def assert_same_weights(one, other, what):
+    a = weights_of(one)
+    b = weights_of(other)
+    assert all(torch.equal(a[name], b[name]) for name in a), what
+
+
+@pytest.fixture
+def start(run_grpo, tiny):
+    """start(folder, ...) runs on the tiny policy."""
+    return lambda folder, *argv: run_grpo(folder, f"--policy={tiny.policy}", *argv)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Prompts, evaluation prompts and a config file whose reward imports a module."""
+    (tmp_path / "pp.txt").write_text("I am\nyou are so\nwhat\nthe end of it\n")
+    (tmp_path / "pe.txt").write_text("they said\nwe will\nmy dog\nthe page\n")
+    (tmp_path / "letters_e.py").write_text("def score(text): return text.count('e')\n")
+    (tmp_path / "own.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom letters_e import score as _score\n"
+        f"prompts, eval_prompts = {str(tmp_path / 'pp.txt')!r}, {str(tmp_path / 'pe.txt')!r}\n"
+        "def reward(prompts, completions): return [float(_score(t)) for t in completions]\n")
+    yield tmp_path
+    sys.modules.pop("letters_e", None)
+    sys.path[:] = [path for path in sys.path if path != str(tmp_path)]
+
+
+# ------------------------------------------------------------------------------------------------
+# an optimizer
+
+COUNTING = """
+import torch
+class _Counting(torch.optim.SGD):
+    def step(self):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] /= group["k"]
+        super().step()
+
+def optimizer(named_parameters, learning_rate):
+    return _Counting([p for _, p in named_parameters], lr=RATE * learning_rate)
+
+def reward(prompts, completions):
+    return [float(text.count("e")) for text in completions]
+"""
+
+
+def test_what_an_optimizer_counts_in_its_groups_goes_on(start, tmp_path):
+    """As Schedule-Free and Prodigy do. The rate alone is a setting."""
+    config = tmp_path / "config.py"
+    config.write_text(COUNTING.replace("RATE", "1"))
+    flags = (*OWN, str(config), "--learning_rate=1.0")
+    start(tmp_path / "whole", *flags, "--max_iters=4")
+    start(tmp_path / "parts", *flags, "--max_iters=2")
+    text = start(tmp_path / "parts", *flags, "--max_iters=4", "--resume=True")
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts", "the count began anew")
+    assert re.search(r"goes on with .* k: 2", text), "nothing says what a new one would not have"
+
+    config.write_text(COUNTING.replace("RATE", "2"))
+    text = start(tmp_path / "parts", *flags, "--max_iters=5", "--resume=True")
+    assert "another initial_lr of the optimizer: 1.0 -> 2.0" in text
+    assert read_rows(tmp_path / "parts/metrics.jsonl")[-1]["learning_rate"] == 2.0 / 5
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_by_name(start, tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text(COUNTING.replace("RATE", "1"))
+    start(tmp_path / "run", *OWN, str(config), "--max_iters=1")
+    config.write_text(COUNTING.replace("RATE", "1").replace("_Counting", "_Second"))
+    assert_refused(("_Counting", "_Second"), start, tmp_path / "run", *OWN, str(config),
+                   "--max_iters=2", "--resume=True")
+
+
+def test_numbers_of_numpy_in_an_optimizer_are_saved_as_pythons(start, tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text("import numpy as np, torch\n"
+                      "def optimizer(named_parameters, learning_rate):\n"
+                      "    return torch.optim.AdamW([p for _, p in named_parameters],\n"
+                      "        lr=learning_rate, weight_decay=0.1 * np.sqrt(2))\n"
+                      "def reward(completions): return list(map(len, completions))\n")
+    start(tmp_path / "run", *OWN, str(config), "--max_iters=2")
+    load_run(str(tmp_path / "run"))
+    start(tmp_path / "run", *OWN, str(config), "--max_iters=3", "--resume=True")
+    assert len(read_rows(tmp_path / "run/metrics.jsonl")) == 3
+
+
+@pytest.mark.parametrize("method, name", [
+    ("def step(self):\n"
+     "        super().step()\n"
+     "        for p in self.param_groups[0]['params']:\n"
+     "            self.state[p]['seen'] = collections.deque([1])\n", "seen"),
+    ("def state_dict(self): return {}\n", "param_groups")])
+def test_an_optimizer_that_no_checkpoint_can_hold_is_refused_before_training(
+        method, name, start, tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text("import collections, torch\n"
+                      f"class _Odd(torch.optim.SGD):\n    {method}"
+                      "def optimizer(named_parameters, learning_rate):\n"
+                      "    return _Odd([p for _, p in named_parameters], lr=learning_rate)\n"
+                      "def reward(completions): return list(map(len, completions))\n")
+    assert_refused(("optimizer", name), start, tmp_path / "run", *OWN, str(config))
+    assert not list((tmp_path / "run").glob("ckpt_*")), "it was found in the middle of a run"
+
+
+def test_what_could_not_be_read_again_replaces_nothing(tmp_path):
+    path = f"{tmp_path}/a.pt"
+    save_file(path, "run", x=1)
+    for odd in (lambda: 0, {1: [print]}, {"deep": (torch.Generator(), 3)}):
+        assert_refused("['x']", save_file, path, "run", x=odd)
+        assert load_file(path, "run")["x"] == 1 and os.listdir(tmp_path) == ["a.pt"]
+
+
+# ------------------------------------------------------------------------------------------------
+# processes that a reward forks
+
+POOLS = """
+import multiprocessing, os, signal, sys, time
+from common.script import interrupts
+
+
+def hears_the_terminal(number):
+    os.kill(os.getpid(), signal.SIGINT)
+    return number
+
+
+with interrupts() as stopped:
+    for _ in range(15):
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            assert pool.map(hears_the_terminal, range(4)) == [0, 1, 2, 3]
+    assert not stopped()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stopped()
+"""
+
+
+def test_a_pool_of_forked_processes_ends(tmp_path):
+    """multiprocessing ends its workers by SIGTERM, perhaps before they have begun, and waits for
+    them. A Ctrl-C, which they hear too, is this process's to answer."""
+    (tmp_path / "pools.py").write_text(POOLS)
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    done = subprocess.run([sys.executable, tmp_path / "pools.py"], env=environment, timeout=120,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("interrupted") == 1, "workers answered what is not for them"
+
+
+# ------------------------------------------------------------------------------------------------
+# the policy that a run began from
+
+def test_a_run_goes_on_when_the_run_that_it_began_from_moves_on_and_goes(start, run_grpo, tmp_path):
+    parent = tmp_path / "parent"
+    own = tmp_path / "own.py"
+    own.write_text("def reward(completions): return [float(t.count('e')) for t in completions]\n")
+    flags = (*OWN, str(own), f"--policy={parent}", "--beta=0.1")
+    start(parent, *OWN, str(own), "--max_iters=2", "--learning_rate=1e-2")
+    run_grpo(tmp_path / "whole", *flags, "--max_iters=3")
+    run_grpo(tmp_path / "parts", *flags, "--max_iters=1")
+    as_it_was = f"{parent}/ckpt_000002.pt"
+    shutil.copy(as_it_was, tmp_path / "mine.pt")
+
+    start(parent, *OWN, str(own), "--max_iters=3", "--resume=True", "--learning_rate=1e-2")
+    run_grpo(tmp_path / "parts", *flags, "--max_iters=2", "--resume=True")
+    shutil.rmtree(parent)
+    run_grpo(tmp_path / "parts", *flags, "--max_iters=3", "--resume=True")
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts", "it went on from another policy")
+    assert untimed_metrics(tmp_path / "whole") == untimed_metrics(tmp_path / "parts")
+
+    # a grandchild, and a checkpoint as a policy, under any name
+    policy, tokenizer = load_policy(load_settings([f"--policy={tmp_path}/parts"]))
+    assert tokenizer.n_vocab == 300
+    run_grpo(tmp_path / "third", *flags[:-2], f"--policy={tmp_path}/mine.pt", "--max_iters=0")
+    says = [read_rows(tmp_path / name / "eval.jsonl")[0]["samples"] for name in ("third", "whole")]
+    assert says[0] == says[1], "the checkpoint is not the policy that the run began from"
+
+
+def test_a_forged_run_that_began_from_itself_is_one_line(start, tmp_path):
+    run = tmp_path / "run"
+    start(run, *OWN[2:], "--max_iters=0")
+    content = load_file(newest_checkpoint(str(run)), "run")
+    del content["kind"]
+    content["settings"]["policy"] = str(run)
+    save_file(newest_checkpoint(str(run)), "run", **content)
+    (run / "base.pt").unlink()
+    assert_refused("itself", load_run, str(run))
+
+
+# ------------------------------------------------------------------------------------------------
+# what its names stand for
+
+def goes_on(start, files, *more):
+    """Continue a run of two iterations in its folder -> what is printed."""
+    return start(files / "run", *OWN, str(files / "own.py"), "--max_iters=3", "--resume=True", *more)
+
+
+def said(text):
+    return [line for line in text.splitlines() if line.startswith("resumed with")]
+
+
+def has_table(text):
+    return "after/before" in text
+
+
+def test_a_run_whose_files_are_the_same_says_nothing_and_compares(start, files):
+    start(files / "run", *OWN, str(files / "own.py"), "--max_iters=2")
+    text = goes_on(start, files)
+    assert not said(text) and has_table(text)
+
+
+@pytest.mark.parametrize("name, content, what, compares", [
+    ("pp.txt", "idiots like\nshut up you\nstupid\ngo on\n", "prompts", True),
+    ("pe.txt", "idiots like\nshut up you\nstupid\ngo on\n", "eval_prompts", False),
+    ("letters_e.py", "def score(text): return -3 * text.count('a')\n", "letters_e.py", False)])
+def test_another_file_of_the_same_name_is_said_and_not_compared(
+        name, content, what, compares, start, files):
+    start(files / "run", *OWN, str(files / "own.py"), "--max_iters=2")
+    (files / name).write_text(content)
+    sys.modules.pop("letters_e", None)
+    shutil.rmtree(files / "__pycache__", ignore_errors=True)    # of the same second and size
+    text = goes_on(start, files)
+    lines = said(text)
+    assert len(lines) == 1 and what in lines[0], f"said: {lines}"
+    assert has_table(text) == compares, "a ratio of two different evaluations, or none of one"
+    if not compares:
+        assert "fell" not in text, "two evaluations are compared"
+        assert re.search(f"not compared.*{what}", text), "nothing says why there is no table"
+
+    # it compares again what it has measured since then
+    text = goes_on(start, files, "--max_iters=4")
+    assert not said(text) and has_table(text)
+    if not compares:
+        assert "iterations 3 and 4" in text, "the table begins before the change"
+
+
+def test_other_settings_of_the_evaluation_are_not_compared(start, files):
+    start(files / "run", *OWN, str(files / "own.py"), "--max_iters=2")
+    text = goes_on(start, files, "--eval_temperature=0.5")
+    assert len(said(text)) == 1 and not has_table(text)
+    assert re.search("not compared.*eval_temperature", text)
+
+
+def test_another_judge_of_the_same_name_is_said(start, tiny, files):
+    judge = files / "judge.pt"
+    shutil.copy(tiny.judge, judge)
+    flags = (f"--judge={judge}", "--eval_judge=None", "--max_iters=1")
+    start(files / "run", *flags)
+    content = load_file(str(judge), "judge")
+    del content["kind"]
+    content["model"]["score.bias"] += 1
+    save_file(str(judge), "judge", **content)
+    text = start(files / "run", *flags, "--max_iters=2", "--resume=True")
+    assert said(text) == ["resumed with other weights of judge"] and not has_table(text)
+
+
+def test_functions_of_a_config_are_compared_and_its_settings_are_not():
+    text = "beta, seed = 0.1, 3\nmax_iters = 4\n# a\n_k = 3\ndef reward(completions):\n    return 1\n"
+    same = text.replace("0.1", "0.2").replace("4", "5").replace("# a", "# b")
+    assert of_functions(text) == of_functions(same)
+    for old, new in (("_k = 3", "_k = 4"), ("return 1", "return 2")):
+        assert of_functions(text) != of_functions(text.replace(old, new)), f"{new} is not seen"
+    assert of_functions(None) == of_functions("")
+
+
+# ------------------------------------------------------------------------------------------------
+# functions of a config file
+
+@pytest.mark.parametrize("line", [
+    "batch.rollout.completion_mask[:, 4:] = False", "batch.rollout.ended.logical_not_()",
+    "batch.ref_logp.zero_()"])
+def test_an_advantage_that_writes_into_the_rollout_is_refused(line, start, tmp_path):
+    config = tmp_path / "own.py"
+    config.write_text("def reward(completions): return list(map(len, completions))\n"
+                      f"def advantage(batch):\n    {line}\n    return batch.rewards\n")
+    assert_refused("advantage", start, tmp_path / "run", *OWN, str(config), "--beta=0.1")
