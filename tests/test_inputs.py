@@ -45,7 +45,8 @@ def files(tmp_path):
     (tmp_path / "pe.txt").write_text("they said\nwe will\nmy dog\nthe page\n")
     (tmp_path / "letters_e.py").write_text("def score(text): return text.count('e')\n")
     (tmp_path / "own.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom letters_e import score as _score\n"
+        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+        "from letters_e import score as _score\n"
         f"prompts, eval_prompts = {str(tmp_path / 'pp.txt')!r}, {str(tmp_path / 'pe.txt')!r}\n"
         "def reward(prompts, completions): return [float(_score(t)) for t in completions]\n")
     yield tmp_path
@@ -217,7 +218,8 @@ def test_a_forged_run_that_began_from_itself_is_one_line(start, tmp_path):
 
 def goes_on(start, files, *more):
     """Continue a run of two iterations in its folder -> what is printed."""
-    return start(files / "run", *OWN, str(files / "own.py"), "--max_iters=3", "--resume=True", *more)
+    flags = ("--max_iters=3", "--resume=True", *more)
+    return start(files / "run", *OWN, str(files / "own.py"), *flags)
 
 
 def said(text):
@@ -280,7 +282,8 @@ def test_another_judge_of_the_same_name_is_said(start, tiny, files):
 
 
 def test_functions_of_a_config_are_compared_and_its_settings_are_not():
-    text = "beta, seed = 0.1, 3\nmax_iters = 4\n# a\n_k = 3\ndef reward(completions):\n    return 1\n"
+    text = ("beta, seed = 0.1, 3\nmax_iters = 4\n# a\n_k = 3\n"
+            "def reward(completions):\n    return 1\n")
     same = text.replace("0.1", "0.2").replace("4", "5").replace("# a", "# b")
     assert of_functions(text) == of_functions(same)
     for old, new in (("_k = 3", "_k = 4"), ("return 1", "return 2")):

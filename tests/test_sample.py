@@ -102,3 +102,14 @@ def test_without_a_prompt_it_reads_lines(run, monkeypatch):
     assert found[:len(first)] == first and found[-len(second):] == second
     overlong, *_, error = found[len(first):-len(second)]
     assert "river river" in overlong and error.startswith("error: ")
+
+
+def test_a_line_that_is_no_text_is_refused_alone(run, monkeypatch):
+    """Latin-1 in a pipe that is UTF-8; and no input at all."""
+    lines = io.TextIOWrapper(io.BytesIO(b"a green\n\xe9t\xe9\nriver\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", lines)
+    found = say(run, "--num=1")
+    assert "'a green'" in found and "'river'" in found
+    assert sum(line.startswith("error: ") for line in found) == 1
+    monkeypatch.setattr("sys.stdin", None)
+    assert_refused("--prompt", speak.main, [run])

@@ -9,7 +9,7 @@ from data.weights import save_gpt
 from extras.distill import of_teacher
 from model import GPT, GPTConfig
 from worlds import (
-    WORD_PROMPTS, WORDS, inputs_of, plain_logps, refusal, setup_of, shaken,
+    WORD_PROMPTS, WORDS, inputs_of, plain_logps, random_gpt, refusal, setup_of, shaken,
     untimed_metrics, word_gpt, words)
 
 

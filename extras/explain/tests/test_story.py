@@ -388,11 +388,19 @@ def test_checkpoints_of_another_run_are_seen(run, tmp_path):
     content["policy"]["h.0.ln_1.weight"] += 1e-3
     torch.save(content, path)
     assert "warning" in told(folder, *ASKED, FAST)[0]
+    with open(os.path.join(folder, "metrics.jsonl"), "a") as f:
+        f.write('{"iteration": 5, "rew')         # as a kill leaves it
     content["policy"]["h.0.ln_1.weight"] += 5
     torch.save(content, path)
     refuses("--threads=1")
+    changes = [[2, "prompts", "a", "b"]]
+    torch.save(content | {"changes": changes}, path)
+    refuses("prompts changed after iteration 2")
     torch.save(content | {"base_hash": "other"}, path)
     refuses(path, "policy")
+    for name in ("prompts", "eval_prompts"):
+        torch.save(content | {"has_read": content["has_read"] | {name: "other"}}, path)
+        refuses(path, name)
     os.remove(path)
     os.remove(os.path.join(folder, "ckpt_000002.pt"))
     refuses(folder)
