@@ -239,7 +239,8 @@ def test_a_run_whose_files_are_the_same_says_nothing_and_compares(start, files):
 @pytest.mark.parametrize("name, content, what, compares", [
     ("pp.txt", "idiots like\nshut up you\nstupid\ngo on\n", "prompts", True),
     ("pe.txt", "idiots like\nshut up you\nstupid\ngo on\n", "eval_prompts", False),
-    ("letters_e.py", "def score(text): return -3 * text.count('a')\n", "letters_e.py", False)])
+    ("letters_e.py", "def score(text): return -3 * text.count('a')\n", "letters_e.py", False)],
+    ids=["prompts", "evaluation", "code"])
 def test_another_file_of_the_same_name_is_said_and_not_compared(
         name, content, what, compares, start, files):
     start(files / "run", *OWN, str(files / "own.py"), "--max_iters=2")
