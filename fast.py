@@ -2,10 +2,16 @@
 What is only fast: the same numbers, up to rounding, as the plain lines that call it. Nobody needs
 to read it to follow the algorithm.
 
-Shapes: M tokens, C channels, V = vocab_size.
+Shapes: M tokens, m of a piece, C channels, V = vocab_size. Attention: see model.py.
 """
+import contextlib
+import functools
+import math
+
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 # ------------------------------------------------------------------------------------------------
 # products of bfloat16 numbers, summed in float32: on a GPU twice as fast as TF32
@@ -47,3 +53,200 @@ def half_product(h, weight):
     does, but the sums stay in float32."""
     logits = HalfProduct.apply(h.flatten(0, -2), weight)
     return logits.view(*h.shape[:-1], len(weight))
+
+
+# ------------------------------------------------------------------------------------------------
+# log-probs of some tokens: their logits are most of a step's memory
+
+LOGITS_KEPT = 2 ** 27       # at most, for the backward: 0.5 GB, for entropies three times that
+LOGITS_AT_ONCE = 2 ** 23    # at most on a CPU, where allocating memory is slow
+
+
+def in_pieces(function, V, h, targets, allowed):
+    """Apply function(h (m, C), targets (m,), allowed (m, V) or None) -> (m, 1) to all M tokens in
+    pieces that fit into memory -> (M, 1). If there are more than LOGITS_KEPT logits, the backward
+    forms each piece again."""
+    if len(h) * V > LOGITS_KEPT:
+        function = functools.partial(checkpoint, function, use_reentrant=False)
+    m = max(1, (LOGITS_KEPT if h.is_cuda else LOGITS_AT_ONCE) // V)
+    pieces = []
+    for i in range(0, max(1, len(h)), m):
+        some = [None if x is None else x[i:i + m] for x in (h, targets, allowed)]
+        pieces.append(function(*some))
+    return torch.cat(pieces)
+
+
+class LogProb(torch.autograd.Function):
+    """Log-probs (m, 1) of ids targets (m, 1) from logits (m, V). The logits' gradient is formed in
+    one tensor: torch would make five, and allocating memory is slow."""
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        total = logits.logsumexp(-1, keepdim=True)                                  # (m, 1)
+        ctx.save_for_backward(logits, targets, total)
+        return logits.gather(1, targets) - total
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, targets, total = ctx.saved_tensors
+        if torch.is_grad_enabled():     # create_graph=True: there may be a second derivative
+            return (logits.softmax(-1) * -grad).scatter_add(1, targets, grad), None
+        found = (logits - total).exp_().mul_(-grad)                                 # (m, V)
+        return found.scatter_add_(1, targets, grad), None   # grad * (one-hot - probability)
+
+
+class LogProbOfHalf(torch.autograd.Function):
+    """LogProb in five passes over the logits, where it takes twelve on a GPU: it keeps
+    probabilities in place of logits. No second derivative."""
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        most, likeliest = logits.max(-1, keepdim=True)                              # (m, 1)
+        probs = logits.softmax(-1)
+        ctx.save_for_backward(probs, targets)
+        total = most - probs.gather(1, likeliest).log()     # the log of the sum of exponentials
+        return logits.gather(1, targets) - total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        probs, targets = ctx.saved_tensors
+        return (probs * -grad).scatter_add_(1, targets, grad), None
+
+
+def log_prob(logits, targets):
+    """The log-probs (m, 1) of ids targets (m, 1) from logits (m, V)."""
+    # second derivatives are taken in float32
+    is_half = logits.is_cuda and torch.is_autocast_enabled("cuda")
+    return (LogProbOfHalf if is_half else LogProb).apply(logits, targets)
+
+
+def logits_in(buffer, h, head, temperature, allowed):
+    """Logits (m, V) of hidden states h (m, C), in the first rows of a buffer."""
+    weight, bias = head
+    logits = torch.mm(h, weight.T, out=buffer[:len(h)])
+    if bias is not None:
+        logits += bias
+    if temperature != 1:
+        logits /= temperature
+    if allowed is not None:
+        logits.masked_fill_(~allowed, -math.inf)
+    return logits
+
+
+class BufferedLogProb(torch.autograd.Function):
+    """Log-probs (M,) of targets (M,) at hidden states h (M, C), by a head's weight (V, C) and bias
+    (V,) or None. allowed: (M, V) or None.
+
+    The logits are formed in one buffer, piece after piece, and again in the backward. Pieces that
+    are allocated are not given back on a CPU: small results are put where the last piece was, the
+    next one does not fit there, and the heap grows to the size of all logits.
+    """
+
+    @staticmethod
+    def forward(ctx, h, weight, bias, targets, allowed, temperature):
+        m = max(1, LOGITS_AT_ONCE // len(weight))
+        buffer = h.new_empty(min(m, len(h)), len(weight))
+        found = h.new_empty(len(h))
+        totals = h.new_empty(len(h), 1)
+        for i in range(0, len(h), m):
+            rows = slice(i, i + m)
+            some = None if allowed is None else allowed[rows]
+            logits = logits_in(buffer, h[rows], (weight, bias), temperature, some)
+            target = logits.gather(1, targets[rows, None])
+            # the log of the sum of exponentials, in place
+            most = logits.amax(1, keepdim=True)
+            totals[rows] = logits.sub_(most).exp_().sum(1, keepdim=True).log_().add_(most)
+            found[rows] = (target - totals[rows])[:, 0]
+        ctx.save_for_backward(h, weight, bias, targets, allowed, totals)
+        ctx.temperature = temperature
+        return found
+
+    @staticmethod
+    def backward(ctx, grad):
+        h, weight, bias, targets, allowed, totals = ctx.saved_tensors
+        if torch.is_grad_enabled():     # create_graph=True: there may be a second derivative
+            inputs = [x for x in (h, weight, bias) if x is not None and x.requires_grad]
+            logits = F.linear(h, weight, bias) / ctx.temperature
+            if allowed is not None:
+                logits = logits.masked_fill(~allowed, -math.inf)
+            logp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+            found = iter(torch.autograd.grad(logp, inputs, grad, create_graph=True))
+            of_inputs = [next(found) if need else None for need in ctx.needs_input_grad[:3]]
+            return *of_inputs, None, None, None
+
+        needs_h, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        of_h = torch.zeros_like(h) if needs_h else None
+        of_weight = torch.zeros_like(weight) if needs_weight else None
+        of_bias = torch.zeros_like(bias) if needs_bias else None
+        m = max(1, LOGITS_AT_ONCE // len(weight))
+        buffer = h.new_empty(min(m, len(h)), len(weight))
+        for i in range(0, len(h), m):
+            rows = slice(i, i + m)
+            some = None if allowed is None else allowed[rows]
+            logits = logits_in(buffer, h[rows], (weight, bias), ctx.temperature, some)
+            # of the logits: grad * (one-hot - probability), as in LogProb
+            slope = grad[rows, None] / ctx.temperature
+            slopes = logits.sub_(totals[rows]).exp_().mul_(-slope)                      # (m, V)
+            slopes.scatter_add_(1, targets[rows, None], slope)
+            if needs_h:
+                torch.mm(slopes, weight, out=of_h[rows])
+            if needs_weight:
+                of_weight.addmm_(slopes.T, h[rows])
+            if needs_bias:
+                of_bias += slopes.sum(0)
+        return of_h, of_weight, of_bias, None, None, None
+
+
+def can_buffer(model, h):
+    """Whether BufferedLogProb does for these hidden states (M, C): on a CPU, where there are more
+    logits than one piece and none are kept, with a plain head that nobody listens to (the tape
+    does)."""
+    head = model.lm_head
+    size = len(h) * len(head.weight)
+    kept = torch.is_grad_enabled() and size <= LOGITS_KEPT
+    is_plain = getattr(head, "kind", type(head)) is torch.nn.Linear and not (
+        head._forward_hooks or head._forward_pre_hooks or head._backward_hooks)
+    is_float = head.weight.dtype == h.dtype and not torch.is_autocast_enabled("cpu")
+    return h.device.type == "cpu" and size > LOGITS_AT_ONCE and not kept and is_plain and is_float
+
+
+# ------------------------------------------------------------------------------------------------
+# attention, and weights under autocast
+
+
+def attend_on_cpu(q, k, v, mask, causal, scale):
+    """attend by its formula. On a CPU this is faster than torch's kernel for a single token, and in
+    bfloat16 for short sequences."""
+    # queries that share a key stand side by side, so that no key is copied
+    B, nh, T, hs = q.shape
+    nkv, S = k.shape[1:3]
+    q = q.reshape(B, nkv, -1, hs)                                       # (B, nkv, nh / nkv * T, hs)
+    if T == 1 and q.dtype == torch.bfloat16:
+        scores = (k @ q.mT).mT      # q @ k.mT would copy all keys
+    else:
+        scores = q @ k.mT
+
+    # the softmax in float32
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = scores.reshape(B, nh, T, S).to(wide) * (scale or hs ** -0.5)
+    if causal:
+        mask = torch.ones(T, S, dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    weights = scores.softmax(-1).to(v.dtype)                            # (B, nh, T, S)
+    return (weights.view(B, nkv, -1, S) @ v).view(B, nh, T, hs)
+
+
+@contextlib.contextmanager
+def casts_kept(model):
+    """Around decoding. autocast keeps its casts of weights that ask for gradients; it would cast
+    frozen ones, such as LoRA's base, again for each token."""
+    frozen = [p for p in getattr(model, "parameters", tuple)() if not p.requires_grad]
+    try:
+        for p in frozen:
+            p.requires_grad_(True)
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)

@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fast import half_product, has_half_product
+from fast import attend_on_cpu, half_product, has_half_product
 
 
 @dataclass
@@ -64,29 +64,6 @@ def scale_frequency(frequency, factor, low, high, block_size):
     turns = block_size * frequency / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequency * (kept + (1 - kept) / factor)
-
-
-def attend_on_cpu(q, k, v, mask, causal, scale):
-    """attend by its formula. On a CPU this is faster than torch's kernel for a single token, and in
-    bfloat16 for short sequences."""
-    # queries that share a key stand side by side, so that no key is copied
-    B, nh, T, hs = q.shape
-    nkv, S = k.shape[1:3]
-    q = q.reshape(B, nkv, -1, hs)                                       # (B, nkv, nh / nkv * T, hs)
-    if T == 1 and q.dtype == torch.bfloat16:
-        scores = (k @ q.mT).mT      # q @ k.mT would copy all keys
-    else:
-        scores = q @ k.mT
-
-    # the softmax in float32
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = scores.reshape(B, nh, T, S).to(wide) * (scale or hs ** -0.5)
-    if causal:
-        mask = torch.ones(T, S, dtype=torch.bool).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf)
-    weights = scores.softmax(-1).to(v.dtype)                            # (B, nh, T, S)
-    return (weights.view(B, nkv, -1, S) @ v).view(B, nh, T, hs)
 
 
 def attend(q, k, v, mask, causal, scale):

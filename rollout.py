@@ -31,7 +31,6 @@ Shapes: B prompts of width P (left-padded), N = B * num_generations completions 
 V = vocab_size, C channels, n completions that still run, M sampled tokens of all completions. A
 token of a completion is sampled by the policy or written by an environment.
 """
-import contextlib
 import functools
 import math
 from dataclasses import dataclass
@@ -40,7 +39,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+
+from fast import BufferedLogProb, can_buffer, casts_kept, in_pieces, log_prob
 
 # ------------------------------------------------------------------------------------------------
 # what comes out
@@ -314,20 +314,6 @@ def check_prompts(prompts, most):
                              "(block_size less max_completion_length)")
 
 
-@contextlib.contextmanager
-def casts_kept(model):
-    """Around decoding. autocast keeps its casts of weights that ask for gradients; it would cast
-    frozen ones, such as LoRA's base, again for each token."""
-    frozen = [p for p in getattr(model, "parameters", tuple)() if not p.requires_grad]
-    try:
-        for p in frozen:
-            p.requires_grad_(True)
-        yield
-    finally:
-        for p in frozen:
-            p.requires_grad_(False)
-
-
 @torch.no_grad()
 def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_size=0, part=None,
              respond=None, decode=decode, **sampling):
@@ -384,10 +370,6 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
 # ------------------------------------------------------------------------------------------------
 # log-probs of a rollout
 
-LOGITS_KEPT = 2 ** 27       # at most, for the backward: 0.5 GB, for entropies three times that
-LOGITS_AT_ONCE = 2 ** 23    # at most on a CPU, where allocating memory is slow
-
-
 class States(NamedTuple):
     """What predicts the M sampled tokens of a rollout."""
     h: Tensor           # (M, C) hidden states before each token
@@ -424,96 +406,6 @@ def completion_states(model, rollout):
     return States(h[where], tokens[:, -T:][where], allowed, where)
 
 
-def logits_in(buffer, h, head, temperature, allowed):
-    """Logits (m, V) of hidden states h (m, C), in the first rows of a buffer."""
-    weight, bias = head
-    logits = torch.mm(h, weight.T, out=buffer[:len(h)])
-    if bias is not None:
-        logits += bias
-    if temperature != 1:
-        logits /= temperature
-    if allowed is not None:
-        logits.masked_fill_(~allowed, -math.inf)
-    return logits
-
-
-class BufferedLogProb(torch.autograd.Function):
-    """Log-probs (M,) of targets (M,) at hidden states h (M, C), by a head's weight (V, C) and bias
-    (V,) or None. allowed: (M, V) or None.
-
-    The logits are formed in one buffer, piece after piece, and again in the backward. Pieces that
-    are allocated are not given back on a CPU: small results are put where the last piece was, the
-    next one does not fit there, and the heap grows to the size of all logits.
-    """
-
-    @staticmethod
-    def forward(ctx, h, weight, bias, targets, allowed, temperature):
-        m = max(1, LOGITS_AT_ONCE // len(weight))
-        buffer = h.new_empty(min(m, len(h)), len(weight))
-        found = h.new_empty(len(h))
-        totals = h.new_empty(len(h), 1)
-        for i in range(0, len(h), m):
-            rows = slice(i, i + m)
-            some = None if allowed is None else allowed[rows]
-            logits = logits_in(buffer, h[rows], (weight, bias), temperature, some)
-            target = logits.gather(1, targets[rows, None])
-            # the log of the sum of exponentials, in place
-            most = logits.amax(1, keepdim=True)
-            totals[rows] = logits.sub_(most).exp_().sum(1, keepdim=True).log_().add_(most)
-            found[rows] = (target - totals[rows])[:, 0]
-        ctx.save_for_backward(h, weight, bias, targets, allowed, totals)
-        ctx.temperature = temperature
-        return found
-
-    @staticmethod
-    def backward(ctx, grad):
-        h, weight, bias, targets, allowed, totals = ctx.saved_tensors
-        if torch.is_grad_enabled():     # create_graph=True: there may be a second derivative
-            inputs = [x for x in (h, weight, bias) if x is not None and x.requires_grad]
-            logits = F.linear(h, weight, bias) / ctx.temperature
-            if allowed is not None:
-                logits = logits.masked_fill(~allowed, -math.inf)
-            logp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-            found = iter(torch.autograd.grad(logp, inputs, grad, create_graph=True))
-            of_inputs = [next(found) if need else None for need in ctx.needs_input_grad[:3]]
-            return *of_inputs, None, None, None
-
-        needs_h, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        of_h = torch.zeros_like(h) if needs_h else None
-        of_weight = torch.zeros_like(weight) if needs_weight else None
-        of_bias = torch.zeros_like(bias) if needs_bias else None
-        m = max(1, LOGITS_AT_ONCE // len(weight))
-        buffer = h.new_empty(min(m, len(h)), len(weight))
-        for i in range(0, len(h), m):
-            rows = slice(i, i + m)
-            some = None if allowed is None else allowed[rows]
-            logits = logits_in(buffer, h[rows], (weight, bias), ctx.temperature, some)
-            # of the logits: grad * (one-hot - probability), as in LogProb
-            slope = grad[rows, None] / ctx.temperature
-            slopes = logits.sub_(totals[rows]).exp_().mul_(-slope)                      # (m, V)
-            slopes.scatter_add_(1, targets[rows, None], slope)
-            if needs_h:
-                torch.mm(slopes, weight, out=of_h[rows])
-            if needs_weight:
-                of_weight.addmm_(slopes.T, h[rows])
-            if needs_bias:
-                of_bias += slopes.sum(0)
-        return of_h, of_weight, of_bias, None, None, None
-
-
-def can_buffer(model, h):
-    """Whether BufferedLogProb does for these hidden states (M, C): on a CPU, where there are more
-    logits than one piece and none are kept, with a plain head that nobody listens to (the tape
-    does)."""
-    head = model.lm_head
-    size = len(h) * len(head.weight)
-    kept = torch.is_grad_enabled() and size <= LOGITS_KEPT
-    is_plain = getattr(head, "kind", type(head)) is torch.nn.Linear and not (
-        head._forward_hooks or head._forward_pre_hooks or head._backward_hooks)
-    is_float = head.weight.dtype == h.dtype and not torch.is_autocast_enabled("cpu")
-    return h.device.type == "cpu" and size > LOGITS_AT_ONCE and not kept and is_plain and is_float
-
-
 def at_sampled_tokens(function, model, rollout, temperature, states):
     """Apply function(logits (m, V), targets (m, 1)) -> (m, 1) at the M sampled tokens of a rollout
     -> (N, T), 0 elsewhere.
@@ -529,51 +421,22 @@ def at_sampled_tokens(function, model, rollout, temperature, states):
             logits = logits.masked_fill(~allowed, -math.inf)
         return function(logits, targets[:, None])
 
-    # in pieces that fit into memory. If there are more than LOGITS_KEPT logits, the backward forms
-    # each piece again
+    # in pieces that fit into memory, then back to where the tokens stand
     h, targets, allowed, where = states or completion_states(model, rollout)
-    V = len(model.lm_head.weight)
-    formed = piece
-    if len(h) * V > LOGITS_KEPT:
-        formed = functools.partial(checkpoint, piece, use_reentrant=False)
-    m = max(1, (LOGITS_KEPT if h.is_cuda else LOGITS_AT_ONCE) // V)
-    pieces = []
-    for i in range(0, max(1, len(h)), m):
-        some = [None if x is None else x[i:i + m] for x in (h, targets, allowed)]
-        pieces.append(formed(*some))
-
-    # back to where the tokens stand
-    found = torch.cat(pieces)[:, 0]                                                 # (M,)
+    found = in_pieces(piece, len(model.lm_head.weight), h, targets, allowed)[:, 0]      # (M,)
     return found.new_zeros(rollout.logp.shape).index_put(where, found)
-
-
-class LogProb(torch.autograd.Function):
-    """Log-probs (m, 1) of ids targets (m, 1) from logits (m, V). The logits' gradient is formed in
-    one tensor: torch would make five, and allocating memory is slow."""
-
-    @staticmethod
-    def forward(ctx, logits, targets):
-        total = logits.logsumexp(-1, keepdim=True)                                  # (m, 1)
-        ctx.save_for_backward(logits, targets, total)
-        return logits.gather(1, targets) - total
-
-    @staticmethod
-    def backward(ctx, grad):
-        logits, targets, total = ctx.saved_tensors
-        if torch.is_grad_enabled():     # create_graph=True: there may be a second derivative
-            return (logits.softmax(-1) * -grad).scatter_add(1, targets, grad), None
-        found = (logits - total).exp_().mul_(-grad)                                 # (m, V)
-        return found.scatter_add_(1, targets, grad), None   # grad * (one-hot - probability)
 
 
 def completion_logprobs(model, rollout, temperature=1.0, states=None):
     """The log-probs (N, T) of a rollout's sampled tokens, in float32; 0 elsewhere. states:
     what completion_states returns, if something else is computed from it too."""
-    # on a CPU in one buffer, unless logits are few or a tape listens to the head
+    # log_prob is logits.log_softmax(-1).gather(1, targets), with less memory and in less time
     states = states or completion_states(model, rollout)
     h, targets, allowed, where = states
     if not can_buffer(model, h):
-        return at_sampled_tokens(LogProb.apply, model, rollout, temperature, states)
+        return at_sampled_tokens(log_prob, model, rollout, temperature, states)
+
+    # many logits on a CPU: the same in one buffer
     head = model.lm_head
     found = BufferedLogProb.apply(h, head.weight, head.bias, targets, allowed, temperature)
     return found.new_zeros(rollout.logp.shape).index_put(where, found)

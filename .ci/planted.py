@@ -327,7 +327,7 @@ MISTAKES = [
     # test_rollout.py
     *of("rollout.py", "test_rollout.py::test_no_way_of_decoding_changes_a_rollout",
         ("noise of another row", "noise[rows, t], sampling)", "noise[rows.roll(1), t], sampling)")),
-    *of("rollout.py",
+    *of("fast.py",
         "test_own_model.py::test_a_step_and_its_influence_are_those_of_each_completion_alone",
         ("no token in a log-prob's gradient", "found.scatter_add_(1, targets, grad)", "found")),
     *of("rollout.py", "test_rollout.py::test_forced_tokens_stand_where_they_were_put",
@@ -788,6 +788,9 @@ MISTAKES = [
     *of("fast.py", "test_graph.py::test_a_product_of_bfloat16_numbers_does_not_round_its_sums",
         ("a gradient of the wrong sign", "of_h = product(grad, weight)",
          "of_h = product(-grad, weight)")),
+    *of("fast.py", "test_graph.py::test_log_probs_that_keep_probabilities_are_those_of_torch",
+        ("log-probs from rounded probabilities", "logits.gather(1, targets) - total\n\n    "
+         "@staticmethod\n    @once", "probs.gather(1, targets).log()\n\n    @staticmethod\n    @once")),
 
     # test_debug_step.py
     *of("extras/step/__init__.py",

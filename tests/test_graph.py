@@ -292,6 +292,24 @@ def test_a_second_derivative_of_it_is_refused(on_a_cpu):
         slope.sum().backward()
 
 
+def test_log_probs_that_keep_probabilities_are_those_of_torch():
+    """Also of a token whose probability is 0 in float32, and where some may not be drawn."""
+    logits = 4 * torch.randn(5, 40, generator=generator_of(3)) - 63
+    logits[0, 1] -= 200
+    logits[1, 5:] = -math.inf
+    targets = torch.tensor([1, 2, 3, 4, 5])[:, None]
+    factors = torch.randn(5, 1, generator=generator_of(4))
+    found = []
+    for function, x in ((fast.LogProbOfHalf.apply, logits),
+                        (lambda x, t: x.log_softmax(-1).gather(1, t), logits.double())):
+        x = x.clone().requires_grad_()
+        logp = function(x, targets)
+        slope, = torch.autograd.grad((logp * factors).sum(), x)
+        found += [logp.detach().double(), slope.double()]
+    assert_near(found[0], found[2], 1e-5)
+    assert_near(found[1], found[3], 1e-5)
+
+
 # ------------------------------------------------------------------------------------------------
 # the check before a run
 

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from by_hand import logits_by_hand
 from common.files import ROOT
+from fast import BufferedLogProb
 from rollout import (
-    BufferedLogProb, Sampling, completion_entropies, completion_logprobs, concatenate, draw,
-    generate, truncate)
+    Sampling, completion_entropies, completion_logprobs, concatenate, draw, generate, truncate)
 from worlds import (
     assert_near, forcing, generator_of, gradient, random_gpt, random_ids, refusal,
     same_rollout)
@@ -191,7 +191,7 @@ def test_pieces_of_logits_change_nothing(monkeypatch):
     heard = []
     pieces = 2 * math.ceil(int(r.sampled_mask.sum()) / 7)       # of log-probs, and of entropies
     for name, calls in ("LOGITS_AT_ONCE", pieces), ("LOGITS_KEPT", 2 * pieces):
-        monkeypatch.setattr(f"rollout.{name}", 7 * 50)
+        monkeypatch.setattr(f"fast.{name}", 7 * 50)
         assert_near(found(), whole, 1e-4)
         heard.clear()
         handle = model.lm_head.register_forward_hook(lambda *given: heard.append(0))
@@ -204,7 +204,7 @@ def test_pieces_of_logits_change_nothing(monkeypatch):
 def test_log_probs_in_one_buffer_are_those_of_torch(monkeypatch, everything):
     """With their first and second derivatives, in pieces of which the last is shorter. everything:
     with a bias, a temperature, and tokens that could not be drawn."""
-    monkeypatch.setattr("rollout.LOGITS_AT_ONCE", 3 * 50)
+    monkeypatch.setattr("fast.LOGITS_AT_ONCE", 3 * 50)
     g = generator_of(4)
     h, weight, bias = (torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_()
                        for shape in ((11, 8), (50, 8), (50,)))
@@ -237,10 +237,10 @@ def test_log_probs_in_one_buffer_are_those_of_torch(monkeypatch, everything):
 
 PEAK = """
 import resource, torch
-import rollout
+import fast, rollout
 from model import GPT, GPTConfig
 torch.set_num_threads(1)
-rollout.LOGITS_KEPT = rollout.LOGITS_AT_ONCE
+fast.LOGITS_KEPT = fast.LOGITS_AT_ONCE
 model = GPT(GPTConfig(49_152, block_size=260, n_layer=1, n_head=1, n_embd=8))
 r = rollout.empty_rollout(torch.full((4, 4), 5), torch.ones(4, 4, dtype=bool), 1, 256, 7)
 r.completion_mask[:] = True
