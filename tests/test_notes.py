@@ -291,10 +291,10 @@ def reward(completions):
     return [-sum(min(abs(ord(c) - ord("e")), 99) for c in text) / len(text) if text else -99.0
             for text in completions]
 """
-RELATIVE = """
+RELATIVE = NEAR_E.replace("reward", "_nearness") + """
 def reward(completions):
-    counts = [text.count("e") for text in completions]
-    return [count - sum(counts) / len(counts) for count in counts]
+    found = _nearness(completions)
+    return [x - sum(found) / len(found) for x in found]
 """
 FALLING = """
 _calls = []
@@ -323,7 +323,7 @@ FAILURES = {
         LETTERS, ["--learning_rate=0.1", "--beta=1e-6"], ["KL.*raise beta"]),
     "003: the held-out reward fell": (FALLING, [], ["held-out reward"]),
     "003: the entropy has collapsed": (
-        RELATIVE, ["--learning_rate=0.03", "--max_iters=14"], ["entropy"]),
+        RELATIVE, ["--learning_rate=0.05", "--max_iters=14"], ["entropy"]),
     "003: the text has collapsed": (
         NEAR_E, ["--learning_rate=0.05", "--max_iters=12"], ["distinct_2"]),
     "001: a target of the best": (
