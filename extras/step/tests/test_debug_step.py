@@ -160,7 +160,7 @@ def test_tokens_without_loss_are_marked(taken_apart):
 def test_faults_can_be_seen_in_the_columns(taken_apart, monkeypatch):
     """A trainer that leaves the temperature out; a reference that learns, too."""
     with monkeypatch.context() as patch:
-        patch.setattr(grpo, "completion_logprobs",
+        patch.setattr("loss.completion_logprobs",
                       lambda model, rollout, temperature, *more: completion_logprobs(
                           model, rollout, 1.0, *more))
         patch.setattr(grpo, "check_ratio", lambda meter, setup: None)
