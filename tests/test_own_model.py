@@ -1,6 +1,5 @@
 """A policy of one's own: an LSTM language model goes through sampling, GRPO and influence."""
 import os
-import shutil
 
 import pytest
 import torch
@@ -171,18 +170,19 @@ class GRUPolicy(nn.Module):
         return torch.stack(out, 1)
 
 
-def test_a_class_in_place_of_policy_is_pretrained(run_grpo, tiny, tmp_path, monkeypatch):
+def test_a_class_in_place_of_policy_is_pretrained(run_grpo, tmp_path, monkeypatch):
     """Beside the GPT of the same sizes, whose prepared file is there already."""
+    flags = ("--policy=train", f"--cache_dir={tmp_path}/cache", "--max_iters=1",
+             "--pretrain_tokens=9000")
+    run_grpo(tmp_path / "gpt", *flags)
+    (gpt,) = os.listdir(tmp_path / "cache")
     for module in (run.policy, run.pretraining):
         monkeypatch.setattr(module, "Policy", GRUPolicy)
     monkeypatch.setattr(data.weights.load_gpt, "__defaults__", ("policy", GRUPolicy))
-    cache = shutil.copytree(tiny.cache, tmp_path / "cache")
-    before = {*os.listdir(cache)}
-    run_grpo(tmp_path / "run", f"--cache_dir={cache}", "--max_iters=2", "--pretrain_tokens=9000")
-    (made,) = {*os.listdir(cache)} - before
-    assert "GRUPolicy" in made
-    run_grpo(tmp_path / "again", f"--cache_dir={cache}", "--max_iters=1", "--pretrain_tokens=9000")
-    assert len(os.listdir(cache)) == len(before) + 1, "it was made twice"
+    for name in ("first", "second"):
+        run_grpo(tmp_path / name, *flags)
+        (made,) = {*os.listdir(tmp_path / "cache")} - {gpt}
+        assert "GRUPolicy" in made, "it was made twice, or has the GPT's name"
 
 
 def test_a_checkpoint_of_another_class_says_so(tmp_path):
