@@ -47,7 +47,7 @@ class Batch:
     def __getitem__(self, rows):
         """What the loss needs of these rows: without prompts, texts and rewards."""
         names = ("rollout", "advantages", "loss_mask", "policy_mask", "ref_logp", "returns",
-                 "row_weights")
+                 "row_weights", "kl")
         known = [name for name in names if getattr(self, name) is not None]
         return Batch(**{name: getattr(self, name)[rows] for name in known})
 

@@ -21,6 +21,7 @@ judge = None
 eval_judge = None
 num_eval_prompts = 16
 num_eval_generations = 8
+log_micro = False  # an iteration a line, for who reads it for the first time
 expect_rise = 0.3  # from 0.34; it ends near 0.98
 
 

@@ -25,6 +25,40 @@ def has_risen(m, first):
     return m["reward"] > first["reward"] + 0.5 * first["reward_std"]
 
 
+def is_solved(m, first):
+    """Whether rewards that are all equal are so because the task is solved, or the reward capped:
+    they have risen, or none of the first iteration was higher."""
+    varied = first["reward_std"] > 0
+    return has_risen(m, first) or varied and m["reward_min"] >= first["reward_max"]
+
+
+def constant_rewards(m, first, cfg):
+    """(those that teach nothing, those that are solved): names of the reward functions that gave
+    every completion the same. One of several is solved where it once varied and has risen."""
+    if len(cfg.reward_funcs or ()) < 2:
+        return [], []
+    constant = [name for name in cfg.reward_funcs if m[f"rewards/{name}/std"] == 0]
+    solved = [name for name in constant       # a resumed run may have had other rewards
+              if first.get(f"rewards/{name}/std", 0) > 0
+              and m[f"rewards/{name}/mean"] > first[f"rewards/{name}/mean"]]
+    return [name for name in constant if name not in solved], solved
+
+
+def signs_of_collapse(m, first):
+    """[(kind, words)] of a policy that writes the same again and again."""
+    signs = []
+    if m["identical_completions"] > 0.5:
+        signs.append(("identical", (
+            f"{m['identical_completions']:.0%} of the completions stand in their group again, word "
+            "for word")))
+    # without tokens there is no entropy; log-probs near zero have a warning of their own
+    if m["num_completion_tokens"] and m["logp"] <= -1e-3 and m["entropy"] < 0.2 * first["entropy"]:
+        signs.append(("entropy", (
+            f"the entropy has collapsed, from {first['entropy']:.3f} to {m['entropy']:.3f} nats a "
+            "token")))
+    return signs
+
+
 def weighed_mean(m, cfg):
     """Weighted sum of the means of the reward functions. NaN where nothing is weighed, or where one
     of several abstains: the mean of its group then stands in, so the sum may be another one."""
@@ -71,7 +105,7 @@ def problems_of_own_advantages(m, cfg):
             "each group are equal, whatever advantage returned: set zero_std_groups = 'keep'")
 
 
-def problems_of_rewards(m, cfg, groups):
+def problems_of_rewards(m, cfg, first, groups):
     """Of rewards and advantages. groups: (B, G) the rewards."""
     if math.isnan(m["reward"]):
         yield "reward", "no reward function scored any completion: all returned None"
@@ -79,16 +113,19 @@ def problems_of_rewards(m, cfg, groups):
     if "advantage" in cfg.functions:        # rewards need not teach
         yield from problems_of_own_advantages(m, cfg)
         return
-    if len(cfg.reward_funcs or ()) > 1:
-        for name in cfg.reward_funcs:
-            if m[f"rewards/{name}/std"] == 0:
-                yield f"constant {name}", (
-                    f"reward {name!r} gave every completion {m[f'rewards/{name}/mean']:.4g}, so it "
-                    "teaches nothing: check the function and its weight, or drop it")
+    constant, _ = constant_rewards(m, first, cfg)
+    if constant:
+        values = ", ".join(f"{name!r} {m[f'rewards/{name}/mean']:.4g}" for name in constant)
+        are = "reward is" if len(constant) == 1 else "rewards are"
+        yield "constant", (
+            f"{len(constant)} of {len(cfg.reward_funcs)} {are} constant, so they teach nothing: "
+            f"{values}; check these functions and their weights, or drop them")
     by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"
     if by_reward:
         return      # what cancels in the sum is learned from
     if m["reward_min"] == m["reward_max"]:
+        if is_solved(m, first):
+            return      # a note says it
         yield "equal", (
             f"all rewards of the batch are {m['reward_min']:.4g}, so they teach nothing: read "
             "samples.jsonl, check the judge or the reward function")
@@ -112,31 +149,30 @@ def problems_of_rewards(m, cfg, groups):
 
 
 def problems_of_exploration(m, cfg, first):
-    """Of a policy that writes the same again and again. A task may have one right answer, so
-    completions that are alike are no problem where the reward has risen."""
+    """Of a policy that writes the same again and again. Where the reward has risen there may be one
+    right answer: then it is a note."""
     solved = has_risen(m, first)
     remedy = "raise temperature or beta, or go back to an earlier checkpoint"
-    if m["identical_completions"] > 0.5 and not solved:
-        yield "identical", (
-            f"{m['identical_completions']:.0%} of the completions stand in their group again, word "
-            f"for word, and the reward has not risen: exploration has collapsed; {remedy}")
+    for kind, words in () if solved else signs_of_collapse(m, first):
+        yield kind, f"{words}, and the reward has not risen: exploration has collapsed; {remedy}"
     if m["num_completion_tokens"] == 0:
         return
     if m["logp"] > -1e-3:
         yield "logp", (
             f"all log-probs are near zero (mean {m['logp']:.1e}): the policy is certain of every "
             f"token; {remedy}")
-    elif m["entropy"] < 0.2 * first["entropy"] and not solved:
-        yield "entropy", (
-            f"the entropy has collapsed, from {first['entropy']:.3f} to {m['entropy']:.3f} nats a "
-            f"token, and the reward has not risen: {remedy}")
     if m["completions/clipped_ratio"] == 1 and not solved:
         yield "length", (
             f"every completion was truncated at {cfg.max_completion_length} tokens: length is not "
             "learned: raise max_completion_length")
 
 
-def problems_of_step(m, cfg, first):
+def is_explosive(norm, earlier):
+    """Whether the norm of a gradient is 100 times the median of earlier ones, four at least."""
+    return len(earlier) >= 4 and norm > 100 * statistics.median(earlier)
+
+
+def problems_of_step(m, cfg, first, norms):
     """Of the log-probs, the KL and the gradient."""
     # the mean of the ratio stays near 1 whatever is wrong; its spread does not
     difference = m["sampling/sampling_logp_difference/mean"]
@@ -153,6 +189,13 @@ def problems_of_step(m, cfg, first):
         yield "gradient", (
             f"the gradient is near zero (grad_norm {m['grad_norm']:.1e}), the advantages are not: "
             "does the policy still explore (entropy, logp)? Is the loss cut off from it?")
+    # an iteration without a gradient says nothing of how long one is
+    norms = [norm for norm in norms if norm > 1e-9]
+    if is_explosive(m["grad_norm"], norms):
+        yield "explosive", (
+            f"the gradient is large: grad_norm {m['grad_norm']:.3g}, the median of the run so far "
+            f"is {statistics.median(norms):.3g}; lower learning_rate, and look at what was new in "
+            "samples.jsonl" + ("" if cfg.max_grad_norm else "; max_grad_norm = 0 cuts nothing"))
     # from the second step on the policy is no longer the one that sampled
     distance = max(m["ratio_max"] - 1, 1 - m["ratio_min"])
     if teaches and m["num_steps"] > 1 and distance < 1e-5:
@@ -202,6 +245,9 @@ def problems_of_critic(m, cfg):
             "a constant (0): sample more completions an iteration, or lower learning_rate")
 
 
+SMALL_TARGET = 128      # rollouts: of fewer a target is most often noise
+
+
 def problems_of_influence(m, cfg, dtype):
     if m["tracin/empty_steps"] > 0:
         yield "empty", (
@@ -215,12 +261,14 @@ def problems_of_influence(m, cfg, dtype):
         yield "contrast", (
             f"the target's rewards spread {m['tracin/target_contrast']:.2f} times as wide as those "
             "it was chosen from: use tracin_val_select = 'random' or 'balanced', or more prompts")
-    if m["tracin/target_cosine"] < 0.1:
+    # of many rollouts the line of influence shows both numbers, and no setting makes it more
+    is_small = cfg.tracin != "target" and m["tracin/target_rows"] < SMALL_TARGET
+    if m["tracin/target_cosine"] < 0.1 and is_small:
         yield "noise", (
             "the target's rollouts are too few: the gradients of its two halves have cosine "
             f"{m['tracin/target_cosine']:.2f}; raise num_prompts, or tracin_val_prompts and "
             "tracin_val_size")
-    if m["tracin/self_share"] > 0.5 and not cfg.tracin_leave_one_out:
+    if m["tracin/self_share"] > 0.5 and is_small and not cfg.tracin_leave_one_out:
         yield "self", (
             "the rollouts' own parts in the target add up to "
             f"{m['tracin/self_share']:.2f} times all influence: set tracin_leave_one_out = True")
@@ -245,12 +293,13 @@ def problems_of_sync(m, cfg):
             "bug, and the KL is to something else")
 
 
-def problems(m, cfg, dtype, first=None, groups=None):
+def problems(m, cfg, dtype, first=None, groups=None, norms=()):
     """What is wrong in the metrics m of an iteration. first: those of the run's first iteration.
-    groups (B, G): the rewards. None: m is of the first one; they are not known."""
+    groups (B, G): the rewards. None: m is of the first one; they are not known. norms: grad_norm of
+    the iterations before it."""
     first = first or m
     groups = torch.empty(0, 1) if groups is None else groups
-    yield from problems_of_rewards(m, cfg, groups)
+    yield from problems_of_rewards(m, cfg, first, groups)
     yield from problems_of_sum(m, cfg)
     yield from problems_of_baseline(m, cfg)
     if m["tokens_without_loss"] > 0:
@@ -262,7 +311,7 @@ def problems(m, cfg, dtype, first=None, groups=None):
             "no completion tokens carry loss, so there was no step: raise max_completion_length or "
             "unset mask_truncated_completions")
     yield from problems_of_exploration(m, cfg, first)
-    yield from problems_of_step(m, cfg, first)
+    yield from problems_of_step(m, cfg, first, norms)
     if cfg.tools and cfg.answers and m["tools/failure_frequency"] == 1:
         yield "tools", (
             "every call was answered with an error: read samples.jsonl, a tool may have a bug")
@@ -301,10 +350,30 @@ def is_slow(seconds, earlier):
     return len(earlier) >= 4 and seconds > 4 * statistics.median(earlier)
 
 
-def notes(m, earlier):
-    """What looks wrong in the metrics m of an iteration and may be right. earlier: seconds of
-    the iterations before it."""
-    if abs(m["loss"]) < 5e-5 and m["num_steps"] and m["grad_norm"] > 1e-6:
+def solved_rewards(m, first, cfg):
+    """Which rewards are solved or capped, in words; "" for none."""
+    _, solved = constant_rewards(m, first, cfg)
+    if "advantage" not in cfg.functions and m["reward_min"] == m["reward_max"]:
+        return f"all rewards are {m['reward_min']:.4g}" if is_solved(m, first) else ""
+    values = [f"{name!r} {m[f'rewards/{name}/mean']:.4g}" for name in solved]
+    return f"constant and higher than at first: {', '.join(values)}" if values else ""
+
+
+def notes(m, cfg, first, earlier=(), warned=False):
+    """What looks wrong in the metrics m of an iteration and may be right. first: those of the run's
+    first iteration; earlier: seconds of the iterations before it; warned: problems were found."""
+    solved = solved_rewards(m, first, cfg)
+    if solved:
+        yield "solved", f"{solved}: solved or capped, so they teach nothing more"
+    signs = signs_of_collapse(m, first) if has_risen(m, first) else []
+    if signs:
+        yield "one answer", (
+            f"{'; '.join(words for _, words in signs)}, while the reward rose from "
+            f"{first['reward']:.4g} to {m['reward']:.4g}: is there one right answer? If not, "
+            "exploration has collapsed: raise temperature or beta")
+    # one step on fresh rollouts, and a gradient that prints as more than 0
+    is_plain = m["num_steps"] == 1 and not cfg.critic and m["grad_norm"] >= 5e-4
+    if abs(m["loss"]) < 5e-5 and is_plain and not (warned or solved or signs):
         yield "zero", (
             "a loss of 0.0000 is right here: the ratio is 1 and the advantages of a group sum to "
             "0. Its gradient is not 0: watch reward and grad_norm")

@@ -3,6 +3,8 @@ What a run prints: lines inside an iteration, the line of an iteration, its red 
 before and after, and the verdict.
 """
 import math
+import os
+import sys
 import time
 
 import torch
@@ -12,9 +14,16 @@ from run.flags import notes, problems
 from run.metrics import std
 
 
+def dimmed(text):
+    """Text that a terminal shows fainter; a file gets it as it is."""
+    plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ
+    return text if plain else f"\033[2m{text}\033[0m"
+
+
 class StepLog:
-    """The numbered lines inside an iteration: memory in use, time since the last line. Each
-    line synchronises a GPU, so that times are those of finished work. on: False: none."""
+    """Where the time of an iteration goes: its seconds by phase, and the lines inside it with the
+    memory in use and the time since the last one. Both wait for a GPU, so that times are those of
+    finished work. on: False: no lines, and it waits only where a phase ends."""
 
     def __init__(self, device, micro_batch_size, on):
         self.device = device
@@ -22,10 +31,24 @@ class StepLog:
         self.on = on
         self.micro = 0
         self.num_tokens = 0     # of prompts and completions, without padding
-        self.num_sampled = 0    # of those the policy's
+        self.num_sampled = 0    # of these, and of held-out rollouts, the policy's
+        self.seconds = {}       # {phase: seconds so far}
         self.start = time.monotonic()
-        self.last = self.start
+        self.last = self.start          # when the last line was printed
+        self.booked = self.start        # when the last phase ended
         self.line("[Micro 0] 1. Iteration start")
+
+    def wait(self):
+        """A GPU works on while Python runs ahead."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def end(self, phase):
+        """What went before, since the last end, was this phase."""
+        self.wait()
+        now = time.monotonic()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + max(0.0, now - self.booked)
+        self.booked = now
 
     def generated(self, rollout):
         # prompts and completions, without padding
@@ -35,12 +58,39 @@ class StepLog:
         num_rows = len(rollout.ended)
         shared = num_rows > self.micro_batch_size
         note = f" ({num_rows} rows for all micro-batches)" if shared else ""
+        self.end("sample")
         self.line(f"[Micro 0] 2. Samples generated{note}")
 
     def scored(self, rewards):
+        self.end("score")
         if self.on:
             values = f", rewards={rewards.nanmean():.4f}±{std(rewards):.4f}"
             self.line("[Micro 0] 3. Samples scored", values)
+
+    def referred(self, cfg):
+        """The log-probs under the reference are known, where there are any, and the advantages."""
+        self.end("reference" if cfg.beta else "advantage")
+        if cfg.beta:
+            self.line("[Micro 0] Reference's log-probs")
+
+    def held_out(self, rollout):
+        """Rollouts of held-out prompts were sampled and scored."""
+        self.num_sampled += int(rollout.sampled_mask.sum())
+        self.end("held-out")
+        self.line(f"[Micro 0] Held-out rollouts sampled and scored ({len(rollout.ended)} rows)")
+
+    def compared_kl(self):
+        self.end("KL share")
+        self.line("[Micro 0] KL's share of the gradient")
+
+    def recorded(self):
+        """The passes of a step are done; what follows is influence."""
+        self.end("update")
+
+    def chosen(self):
+        """Influence chose the rows of a step."""
+        self.end("influence")
+        self.line("Influence scored")
 
     def loss(self, loss):
         """loss: loss.Loss, which is read only if the line is printed."""
@@ -48,20 +98,29 @@ class StepLog:
             values = f", pg_loss={loss.policy + loss.entropy:.6f},"
             if loss.critic.requires_grad:
                 values += f" critic={loss.critic:.6f},"
+            if loss.batch.ref_logp is not None:
+                mask = loss.batch.loss_mask
+                kl = loss.batch.kl if loss.kl_by_token is None else loss.kl_by_token    # (n, T)
+                values += f" kl={(kl * mask).sum() / mask.sum().clamp(min=1):.6f},"
             values += f" beta*kl={loss.kl:.6f}, total={loss.total:.6f}"
             self.line(f"[Micro {self.micro}] 4. Loss computed", values)
             self.micro += 1
 
     def stepped(self):
+        self.end("update")
         self.line("5. Optimizer step finished", last=True)
+
+    def finished(self):
+        """Seconds of the iteration, all of its phases."""
+        self.end("update")      # a reference that follows the policy
+        return sum(self.seconds.values())
 
     def line(self, text, values="", last=False):
         if not self.on:
             return
 
-        # a GPU works on while this line is printed: wait for what it is about
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        # of finished work
+        self.wait()
         now = time.monotonic()
 
         # since the last line; at the end of the iteration since its start, too
@@ -70,33 +129,71 @@ class StepLog:
             spent = f"step={now - self.last:.3f}s, time={now - self.start:.3f}s total"
         used = memory(self.device)
         mem = "" if used is None else f"mem={used / 2 ** 20:.0f} MB, "
-        print(f"{text}: {mem}{spent}{values}")
+        print(dimmed(f"{text}: {mem}{spent}{values}"))
         self.last = now
 
 
-silent_log = StepLog(device=None, micro_batch_size=0, on=False)
+silent_log = StepLog(torch.device("cpu"), micro_batch_size=0, on=False)
+
+
+def loss_in_parts(m):
+    """The loss and, where it has several, its parts."""
+    kl = m.get("kl_loss", 0.0)
+    main = m["policy_loss"] - kl + m.get("entropy_loss", 0.0)
+    parts = [f"main {main:.4f}"]
+    if "critic_loss" in m:
+        parts.append(f"critic {m['critic_loss']:.4f}")
+    if "kl_loss" in m:
+        parts.append(f"beta*kl {kl:.4f}")
+    return f"loss {m['loss']:.4f}" + (f" ({', '.join(parts)})" if len(parts) > 1 else "")
 
 
 def print_iteration(m, cfg, tokens, seconds_left):
     """Print the line of an iteration. m: its metrics; tokens: how many were sampled."""
     seconds = m["step_time"]
     left = int(seconds_left)
-    kl = m.get("kl_loss", 0.0)
     speed = f"{tokens / seconds:.0f}" if seconds > 0 else "?"      # a clock may stand still
 
-    # the parts of the loss, where there are more than one
-    main = m["policy_loss"] - kl + m.get("entropy_loss", 0.0)
-    extra = ""
+    # what the policy does, then how it learns; some of it not in every run
+    parts = [f"reward {m['reward']:.4f} ±{m['reward_std']:.4f}"]
+    if "kl" in m:
+        parts.append(f"kl {m['kl']:.4f}")
+    parts += [f"entropy {m['entropy']:.2f}", f"length {m['completions/mean_length']:.1f}"]
     if cfg.answers:
-        extra += f"{100 * m['forced']:.1f} % environment, "
+        parts.append(f"{100 * m['forced']:.1f} % environment")
     if "tools/call_frequency" in m:
-        extra += f"{m['tools/call_frequency']:.2f} calls, "
-    critic = f"critic {m['critic_loss']:.4f}, " if "critic_loss" in m else ""
-    print(f"iter {m['iteration']}/{cfg.max_iters}: loss {m['loss']:.4f} "
-          f"(main {main:.4f}, {critic}beta*kl {kl:.4f}), "
-          f"reward {m['reward']:.4f}, "
-          f"grad_norm {m['grad_norm']:.3f}, {extra}{speed} tok/s, "
-          f"time {seconds:.2f}s, eta {left // 60}m{left % 60:02d}s", flush=True)
+        parts.append(f"{m['tools/call_frequency']:.2f} calls")
+    if m["num_steps"] > 1:
+        share = m.get("clip_ratio/region_mean", m.get("cispo_clip_ratio"))
+        clipped = "" if share is None else f", clipped {100 * share:.1f} %"
+        parts.append(f"ratio {m['ratio']:.3f} ±{m['ratio_std']:.3f}{clipped}")
+    if "val/var_explained" in m:
+        parts.append(f"critic explains {m['val/var_explained']:.2f}")
+    parts += [f"grad_norm {m['grad_norm']:.3f}", loss_in_parts(m), f"{speed} tok/s",
+              f"time {seconds:.2f}s", f"eta {left // 60}m{left % 60:02d}s"]
+    print(f"iter {m['iteration']}/{cfg.max_iters}: {', '.join(parts)}", flush=True)
+
+
+def print_phases(seconds):
+    """Print where the time of an iteration went: {phase: seconds}."""
+    parts = ", ".join(f"{phase} {spent:.3f}" for phase, spent in seconds.items())
+    print(f"    {sum(seconds.values()):.3f} s: {parts}")
+
+
+def print_influence(m, batch):
+    """Print the influence of an iteration's rollouts: before the selection, and what it kept."""
+    scored = ~batch.influence.isnan()                                               # (N,)
+    n = int(scored.sum())
+    kept = int((batch.row_weights[scored] != 0).sum())
+    positive, negative, zero = (
+        round(n * m[f"tracin/{sign}_ratio"]) for sign in ("positive", "negative", "zero"))
+    text = (f"    influence of {n}: {positive} +, {negative} -, {zero} zero; "
+            f"mean {m['tracin/mean_ip']:.3g}, std {m['tracin/std_ip']:.3g}, "
+            f"{m['tracin/min_ip']:.3g} to {m['tracin/max_ip']:.3g}; {kept} kept")
+    if "tracin/target_rows" in m:
+        text += (f"; target of {m['tracin/target_rows']:.0f}, cosine "
+                 f"{m['tracin/target_cosine']:.2f}, own parts {m['tracin/self_share']:.2f}")
+    print(text)
 
 
 def print_table(rows):
@@ -123,16 +220,47 @@ def print_table(rows):
         print(f"    after:  {new['completion']!r}")
 
 
-def print_warnings(m, cfg, dtype, warned, first=None, groups=None, earlier=()):
-    """Print the red flags of an iteration, each kind at most every ten iterations. warned: {kind:
-    iteration of its last warning}. The others: see run/flags.py."""
-    found = [("WARNING", *flag) for flag in problems(m, cfg, dtype, first, groups)]
-    found += [("note", *flag) for flag in notes(m, earlier)]
-    for what, kind, text in found:
-        again = math.inf if kind == "zero" else 10      # what is right is said once
-        if m["iteration"] - warned.get(kind, -again) >= again:
-            warned[kind] = m["iteration"]
-            print(f"{what}: {text}")
+class Warned:
+    """What was wrong in a run: said when it is found, and once more at its end."""
+    AGAIN = 10      # iterations until the same kind is said once more
+
+    def __init__(self):
+        self.lines = {}         # {(WARNING or note, kind): its last line}
+        self.found = {}         # {the same: iterations in which it was found}
+        self.said = {}          # {the same: iteration in which it was last said}
+
+    def say(self, what, kind, text, iteration):
+        """A problem of an iteration, or of the evaluation after it."""
+        key = what, kind
+        self.lines[key] = f"{what}: {text}"
+        self.found.setdefault(key, []).append(iteration)
+        again = math.inf if kind == "zero" else self.AGAIN     # what is right is said once
+        if iteration - self.said.get(key, -again) >= again:
+            self.said[key] = iteration
+            print(self.lines[key], flush=True)
+
+    def repeat(self):
+        """The warnings once more, each kind with its iterations."""
+        warnings = {key: line for key, line in self.lines.items() if key[0] == "WARNING"}
+        if warnings:
+            print("\nwarnings of this run, the last of each kind:")
+        for key, line in warnings.items():
+            found = self.found[key]
+            where = f"iteration {found[0]}"
+            if len(found) > 1:
+                where = f"{len(found)} iterations from {found[0]} to {found[-1]}"
+            print(f"  {where}: {line.removeprefix('WARNING: ')}")
+
+
+def print_warnings(m, cfg, dtype, warned, first=None, groups=None, seconds=(), norms=()):
+    """Print the red flags of an iteration, each kind at most every ten iterations. warned: the
+    run's Warned. seconds, norms: step_time and grad_norm of earlier iterations. The others: see
+    run/flags.py."""
+    found = [*problems(m, cfg, dtype, first, groups, norms)]
+    for kind, text in found:
+        warned.say("WARNING", kind, text, m["iteration"])
+    for kind, text in notes(m, cfg, first or m, seconds, warned=bool(found)):
+        warned.say("note", kind, text, m["iteration"])
 
 
 def reward_of(row, cfg):

@@ -22,7 +22,8 @@ from run.inputs import (
 from run.metrics import batch_metrics, rollout_toxicity
 from run.policy import keep_base
 from run.report import (
-    StepLog, print_iteration, print_table, print_verdict, print_warnings, reward_of)
+    StepLog, Warned, print_influence, print_iteration, print_phases, print_table, print_verdict,
+    print_warnings, reward_of)
 
 
 MOST_UNSCORED = 3       # iterations in a row in which every reward is None: then a run ends
@@ -106,7 +107,7 @@ class Run:
 
     def __init__(self, cfg):
         self.cfg = cfg
-        self.warned = {}                        # {kind of warning: iteration it was last printed}
+        self.warned = Warned()
         self.wandb = None
 
         # what later lines and warnings compare with
@@ -114,6 +115,7 @@ class Run:
         self.first = None                       # metrics of the run's first iteration
         self.first_evaluation = None
         self.seconds = []                       # of each iteration
+        self.norms = []                         # of the gradient of each iteration
         self.kls = []                           # of each iteration, with beta
         self.earlier = {}                       # {iteration: reward} that a resumed run repeats
         self.num_unscored = 0                   # iterations in a row in which no reward was known
@@ -142,9 +144,9 @@ class Run:
         self.folder = cfg.out_dir
 
         # say what is not as usual
-        default = type(cfg)()
-        changed = {k: v for k, v in cfg.public().items() if v != getattr(default, k)}
-        print("settings: " + ", ".join(f"{k}={v!r}" for k, v in changed.items()))
+        print("settings: " + (cfg.named or "none is set, all have their defaults"))
+        for name, value in cfg.changed.items():
+            print(f"    {name} = {value!r}")
         return self
 
     def __exit__(self, kind, error, trace):
@@ -278,7 +280,7 @@ class Run:
         cfg = self.cfg
 
         # all that is known of the iteration
-        seconds = max(0.0, time.monotonic() - log.start)
+        seconds = log.finished()
         self.num_tokens += log.num_tokens
         m = {"iteration": it + 1, **metrics, **batch_metrics(batch, cfg),
              "learning_rate": self.setup.optimizer.param_groups[0]["lr"],
@@ -290,16 +292,23 @@ class Run:
         # its line, and what looks wrong in it
         each = max(0.0, time.monotonic() - self.began) / (it + 1 - self.start)
         print_iteration(m, cfg, log.num_sampled, each * (cfg.max_iters - it - 1))
+        is_slow = self.seconds and seconds > 1.5 * statistics.median(self.seconds)
+        if it in (self.start, cfg.max_iters - 1) or is_slow:
+            print_phases(log.seconds)
+        if "tracin/mean_ip" in m:
+            print_influence(m, batch)
         if "ref_tensors_differing" in m:
             print(f"reference synced: {m['ref_tensors_differing']} tensors differ from the policy, "
                   f"{m['ref_distance_left']:.2f} of the distance is left")
         self.first = self.first or m
         groups = batch.rewards.view(-1, cfg.num_generations)
-        print_warnings(m, cfg, self.setup.dtype, self.warned, self.first, groups, self.seconds)
+        print_warnings(m, cfg, self.setup.dtype, self.warned, self.first, groups, self.seconds,
+                       self.norms)
 
         # and what is kept of it: a row of metrics, a row for each completion
         self.num_unscored = self.num_unscored + 1 if math.isnan(m["reward"]) else 0
         self.seconds.append(seconds)
+        self.norms.append(m["grad_norm"])
         self.kls += [m["kl"]] if "kl" in m else []
         append_rows(self.folder, "metrics.jsonl", [m])
         append_rows(self.folder, "samples.jsonl", sample_rows(it, batch, cfg))
@@ -377,8 +386,8 @@ class Run:
         rows = [row | {"reward": reward_of(row, self.cfg)} for row in (before, after)]
         noise = noise_between(
             before, after, self.first["reward_std"], self.cfg.num_eval_generations)
-        for _, text in problems_of_evaluation(*rows, noise, self.logged_kl()):
-            print(f"WARNING: {text}")
+        for kind, text in problems_of_evaluation(*rows, noise, self.logged_kl()):
+            self.warned.say("WARNING", kind, text, after["iteration"])
 
     def logged_kl(self):
         """The greatest KL of the iterations so far. NaN: an evaluation's KL is to another model, of
@@ -409,6 +418,7 @@ class Run:
                   f"evaluate.py {self.folder} measures before and after alike")
         if len(rows) > 1 or not why:
             print_table(rows)
+        self.warned.repeat()
         print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt_*.pt",
               flush=True)
         self.tell_wandb("finish")

@@ -193,6 +193,9 @@ class Settings:
     # what the config file brings along; not settings
     functions: dict = field(default_factory=dict, repr=False)
     source: str | None = field(default=None, repr=False)    # its text
+    # what the command named, and what it set otherwise than that, or than the defaults: to be told
+    named: str = field(default="", repr=False)
+    changed: dict = field(default_factory=dict, repr=False)
 
     @property
     def answers(self):
@@ -253,7 +256,7 @@ class Settings:
 
 
 HINTS = {name: hint for name, hint in typing.get_type_hints(Settings).items()
-         if name not in ("functions", "source")}
+         if name not in ("functions", "source", "named", "changed")}
 DEFINED_HERE = "config file"    # the module of its functions
 # functions that are used by their name alone
 GIVEN = ("target", "weigh", "texts", "questions", "choose", "advantage", "optimizer")
@@ -289,8 +292,12 @@ def load_settings(argv):
         cfg.out_dir = folder                # a run that was copied or moved is its own
 
     # flags come last: they override both
+    named = dict(vars(cfg))
     for name, value, flag in flags:
         assign(cfg, name, value, flag)
+    cfg.named = ", ".join(paths)
+    cfg.changed = {name: getattr(cfg, name) for name, _, _ in flags
+                   if getattr(cfg, name) != named[name] and name not in ("resume", "debug_step")}
     if files:
         cfg.source = "\n".join(map(read_text, files))
     check(cfg)
@@ -363,8 +370,46 @@ def read_flag(flag):
     return name, value
 
 
+# names that people bring from the notes, TRL, verl and nanoGPT, and what means the same here
+ELSEWHERE = {
+    "group_size": "num_generations", "max_new_tokens": "max_completion_length",
+    "max_tokens": "max_completion_length", "max_response_length": "max_completion_length",
+    "kl_coef": "beta", "kl_loss_coef": "beta", "init_kl_coef": "beta", "kl_beta": "beta",
+    "lr": "learning_rate", "clip_eps": "epsilon", "clip_range": "epsilon", "cliprange": "epsilon",
+    "clip_ratio": "epsilon", "grad_clip": "max_grad_norm", "bf16": "dtype = 'bfloat16'",
+    "fp16": "dtype = 'bfloat16'", "mu": "num_iterations", "ppo_epochs": "num_iterations",
+    "ppo_mini_batch_size": "mini_batch_size", "lora_r": "lora_rank",
+    "gradient_checkpointing": "activation_checkpointing", "model": "policy",
+    "model_name_or_path": "policy", "output_dir": "out_dir", "reward_model": "judge",
+    "max_steps": "max_iters", "lr_scheduler_type": "lr_decay", "warmup_steps": "warmup_iters",
+    "tracin_val_batch_size": "tracin_val_size, with tracin_val_prompts",
+    "batch_size": "num_prompts, times num_generations: completions of an iteration",
+    "train_batch_size": "num_prompts, times num_generations: completions of an iteration",
+    "per_device_train_batch_size": "micro_batch_size, completions per forward and backward",
+    "gradient_accumulation_steps": "num_prompts * num_generations / micro_batch_size",
+    "num_train_epochs": "max_iters, which counts iterations of num_prompts prompts",
+    "max_prompt_length": "block_size, for a prompt and its completion together",
+    "max_length": "block_size, for a prompt and its completion together",
+    "kl_target": "beta, which is constant (docs/running.md)",
+    "target_kl": "beta, which is constant (docs/running.md)",
+    "adaptive_kl": "beta, which is constant (docs/running.md)"}
+# likewise values of settings
+MEANS = {
+    ("tracin", "seqloss-lastadv"): "tracin = 'advantage'",
+    ("tracin", "seqloss-reward"): "tracin = 'reward'",
+    ("tracin", "seqloss_lastadv"): "tracin = 'advantage'",
+    ("tracin", "seqloss_reward"): "tracin = 'reward'",
+    ("loss_type", "gspo"): "importance_sampling_level = 'sequence' with loss_type = 'grpo'",
+    ("loss_type", "ppo"): "critic = True",
+    ("dtype", "bf16"): "dtype = 'bfloat16'",
+    ("dtype", "fp32"): "dtype = 'float32'",
+    ("kl_estimator", "low_var_kl"): "kl_estimator = 'k3'"}
+
+
 def types_of(name, source=""):
     """The types that a setting may have. source, for the message, is where its name stood."""
+    if name in ELSEWHERE:
+        raise BadInput(f"{source}: there is no setting {name!r}; here it is {ELSEWHERE[name]}")
     if name not in HINTS:
         near = difflib.get_close_matches(name, HINTS, 1)
         all_names = "; python grpo.py --help lists the settings"
@@ -384,6 +429,8 @@ WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "
 def assign(cfg, name, value, source):
     """Set cfg.name, with an int for a float and a list or one text for a tuple."""
     known = types_of(name, source)
+    if type(value) is str and (name, value) in MEANS:
+        raise BadInput(f"{source}: here it is {MEANS[name, value]}")
 
     # what is meant is clear: 1 for 1.0, a list for a tuple, one name for a tuple of one
     if float in known and type(value) is int and abs(value) < 2 ** 63:

@@ -1,6 +1,7 @@
 """Settings: names, types, values, files, runs. Each mistake gets one line that names it."""
 import glob
 import json
+import re
 import runpy
 import sys
 import typing
@@ -10,7 +11,7 @@ import torch
 
 from common.files import ROOT
 from run.check import ABOVE_0, AT_LEAST, AT_MOST, BELOW_1, PATHS
-from run.settings import HINTS, load_settings, types_of
+from run.settings import ELSEWHERE, HINTS, load_settings, types_of
 from worlds import assert_refused, command, refusal
 
 NAMES = list(HINTS)
@@ -300,3 +301,30 @@ def test_help_names_every_setting_and_a_bare_command_shows_its_usage(monkeypatch
         runpy.run_path(f"{ROOT}/grpo.py", run_name="__main__")
     short = capsys.readouterr().out
     assert "usage: python grpo.py" in short and "\nbeta: " not in short
+
+
+@pytest.mark.parametrize("flag, means", [
+    ("--group_size=4", "num_generations"), ("--max_new_tokens=9", "max_completion_length"),
+    ("--batch_size=32", "num_prompts"), ("--gradient_accumulation_steps=4", "num_prompts"),
+    ("--kl_coef=0.1", "beta"), ("--lr=1e-4", "learning_rate"), ("--bf16", "dtype"),
+    ("--num_train_epochs=3", "max_iters"), ("--max_prompt_length=512", "block_size"),
+    ("--per_device_train_batch_size=8", "micro_batch_size"), ("--clip_eps=0.2", "epsilon"),
+    ("--tracin_val_batch_size=64", "tracin_val_size"), ("--kl_target=6", "beta"),
+    ("--loss_type=gspo", "importance_sampling_level"),
+    ("--tracin=seqloss-lastadv", "'advantage'"), ("--tracin=seqloss-reward", "'reward'")])
+def test_a_name_of_the_notes_or_of_another_trainer_gets_what_means_the_same(flag, means):
+    """By spelling they would be num_iterations, value_coef, vocab_size ..."""
+    assert means in refusal(load_settings, [flag])
+
+
+def test_names_from_elsewhere_are_no_settings_and_lead_to_one():
+    for name, means in ELSEWHERE.items():
+        assert name not in HINTS, f"{name} is a setting"
+        assert any(word in HINTS for word in re.findall(r"\w+", means)), means
+
+
+def test_what_the_command_set_otherwise_than_the_config_file_is_known(tmp_path):
+    path = tmp_path / "some.py"
+    path.write_text("judge = None\nmax_iters = 7\ndef reward(completions): return [0.0]\n")
+    cfg = load_settings([str(path), "--max_iters=7", "--beta=0.1"])
+    assert cfg.changed == {"beta": 0.1} and cfg.named == str(path)

@@ -351,7 +351,7 @@ WARNED = {
     "002: no function scored anything": (
         "reward", dict(reward=math.nan, reward_min=math.nan, reward_max=math.nan)),
     "002: all rewards are equal": ("equal", dict(reward_min=0.5, reward_max=0.5)),
-    "002: one reward of several is constant": ("constant b", {"rewards/b/std": 0.0}),
+    "002: one reward of several is constant": ("constant", {"rewards/b/std": 0.0}),
     "002: no token carries loss": ("tokens", dict(num_completion_tokens=0)),
     "002: tokens that carry no loss and should": ("mask", dict(tokens_without_loss=3)),
     "002: all log-probs are near zero": ("logp", dict(logp=-1e-4)),
@@ -404,7 +404,7 @@ def test_an_iteration_that_takes_several_times_the_median_is_noted():
     """002: a slow iteration."""
     for seconds, earlier, kinds in ((9.0, [30.0, 1.0, 2.0, 2.0], ["slow"]), (9.0, [1.0] * 3, []),
                                     (2.0, [1.0] * 9, [])):
-        said = [kind for kind, _ in notes(GOOD | {"step_time": seconds}, earlier)]
+        said = [kind for kind, _ in notes(GOOD | {"step_time": seconds}, Settings(), GOOD, earlier)]
         assert said == kinds, f"002: {seconds} s after {earlier}: {said or 'not a word'}"
 
 
@@ -422,13 +422,19 @@ def every_flag():
     before = {"reward": 0.5, "distinct_2": 0.9, "kl": 0.0}
     after = {"reward": 0.1, "distinct_2": 0.1, "kl": 0.6}
     flags |= dict(problems_of_evaluation(before, after, noise=0.02, logged_kl=0.1))
-    return flags | dict(notes(GOOD | {"loss": 0.0, "step_time": 9.0}, [1.0] * 4))
+    flags |= dict(problems(
+        GOOD | {"grad_norm": 99.0}, Settings(), torch.float32, GOOD, GROUPS, [0.8] * 4))
+    one_answer = GOOD | {"reward": 0.9, "entropy": 0.1}
+    solved = one_answer | {"reward_min": 0.9, "reward_max": 0.9}
+    for m in (GOOD | {"loss": 0.0, "step_time": 9.0}, one_answer, solved):
+        flags |= dict(notes(m, Settings(), GOOD, [1.0] * 4))
+    return flags
 
 
 def kinds_of_flags():
     """The kinds that run/flags.py yields, as they stand there."""
-    kinds = re.findall(r'yield f?"([a-z ]+)"|yield f"([a-z]+) \{', read_page("run/flags.py"))
-    return sorted({a or f"{b} b" for a, b in kinds})
+    kinds = re.findall(r'(?:yield |append\(\()"([a-z ]+)"', read_page("run/flags.py"))
+    return sorted(set(kinds))
 
 
 @pytest.mark.parametrize("kind", kinds_of_flags())

@@ -11,8 +11,8 @@ import torch
 from common.supervised import Progress
 from loss import Loss
 from run import report
-from run.flags import problems, problems_of_evaluation
-from run.report import StepLog, print_iteration, print_verdict, print_warnings
+from run.flags import notes, problems, problems_of_evaluation
+from run.report import StepLog, Warned, print_iteration, print_verdict, print_warnings
 from run.run import Run, noise_between
 from run.settings import Settings
 from worlds import printed, refusal
@@ -36,8 +36,15 @@ def numbers_in(text):
     return re.findall(r"-?\d+(?:\.\d+)?", text)
 
 
-def a_loss(**parts):
-    return Loss(**{name: torch.tensor(x, requires_grad=True) for name, x in parts.items()})
+def a_loss(kl_by_token=None, kl_in_reward=None, **parts):
+    mask = torch.tensor([[True, True, False]])
+    known = kl_by_token or kl_in_reward
+    batch = SimpleNamespace(
+        loss_mask=mask, ref_logp=torch.zeros(1, 3) if known else None,
+        kl=torch.tensor([kl_in_reward or [0.0, 0.0, 0.0]]))
+    by_token = torch.tensor([kl_by_token]) if kl_by_token else None
+    parts = {name: torch.tensor(x, requires_grad=True) for name, x in parts.items()}
+    return Loss(**parts, kl_by_token=by_token, batch=batch)
 
 
 FOUR_ROWS = SimpleNamespace(ended=torch.ones(4), **dict.fromkeys(
@@ -48,9 +55,12 @@ NUMBERED = """
 [Micro 0] 1. | 812 | 0.000
 [Micro 0] 2. | 812 | 1.500 | 4
 [Micro 0] 3. | 812 | 0.250 | 0.5000 | 0.3536
-[Micro 0] 4. | 812 | 0.125 | -0.012345 | 0.001234 | -0.011111
-[Micro 1] 4. | 812 | 0.000 | 0.250000 | 2.000000 | 0.001000 | 2.251000
-5. | 812 | 1.000 | 2.875
+[Micro 0] Ref | 812 | 0.125
+[Micro 0] Held | 812 | 4.000 | 4
+[Micro 0] 4. | 812 | 0.500 | -0.012345 | 0.020000 | 0.001234 | -0.011111
+[Micro 1] 4. | 812 | 0.000 | 0.250000 | 2.000000 | 0.300000 | 0.000000 | 2.250000
+Influence | 812 | 2.000
+5. | 812 | 1.000 | 9.375
 """
 
 
@@ -62,21 +72,48 @@ def test_the_numbered_lines_have_memory_times_scores_and_losses(clock):
         clock.time += 0.25
         log.scored(torch.tensor([0.25, 0.75, math.nan]))
         clock.time += 0.125
-        log.loss(a_loss(policy=-0.012345, kl=0.001234))
-        log.loss(a_loss(policy=0.5, entropy=-0.25, kl=0.001, critic=2.0))
+        log.referred(Settings(beta=0.1))
+        clock.time += 4
+        log.held_out(FOUR_ROWS)
+        clock.time += 0.5
+        log.loss(a_loss(policy=-0.012345, kl=0.001234, kl_by_token=[0.03, 0.01, 9.0]))
+        log.loss(a_loss(policy=0.5, entropy=-0.25, critic=2.0, kl_in_reward=[0.2, 0.4, 9.0]))
+        log.recorded()
+        clock.time += 2
+        log.chosen()
         clock.time += 1.0
         log.stepped()
+        clock.time += 0.25
+        logs.append(log)
+        assert log.finished() == clock.time - log.start, "the phases do not add up"
 
+    logs = []
     lines = printed(iteration, True).splitlines()
     for line, parts in zip(lines, NUMBERED.strip().splitlines(), strict=True):
         start, *numbers = parts.split(" | ")
         assert line.startswith(start)
         assert set(numbers) <= set(numbers_in(line.removeprefix(start))), line
     assert printed(iteration, False) == "", "it was turned off"
+    for log in logs:
+        assert log.num_sampled == 16, "tok/s is of held-out rollouts, too, which take time"
+        assert log.num_tokens == 8, "num_tokens is not"
+        assert log.seconds == {"sample": 1.5, "score": 0.25, "reference": 0.125, "held-out": 4.0,
+                               "update": 1.75, "influence": 2.0}, "time is booked elsewhere"
 
 
-METRICS = dict(iteration=12, loss=-0.0111, policy_loss=-0.0111, kl_loss=0.0012, reward=0.57,
-               grad_norm=0.83, step_time=2.0, forced=0.125)
+def test_lines_are_dim_on_a_terminal_alone(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert report.dimmed("[Micro 0]") == "[Micro 0]", "a file has escape codes in it"
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    assert report.dimmed("[Micro 0]") == "\033[2m[Micro 0]\033[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert report.dimmed("[Micro 0]") == "[Micro 0]"
+
+
+METRICS = {
+    "iteration": 12, "loss": -0.0111, "policy_loss": -0.0111, "kl_loss": 0.0012, "reward": 0.57,
+    "reward_std": 0.19, "kl": 0.012, "entropy": 3.084, "completions/mean_length": 24.25,
+    "grad_norm": 0.83, "step_time": 2.0, "forced": 0.125, "num_steps": 1}
 
 
 def test_the_line_of_an_iteration():
@@ -84,13 +121,33 @@ def test_the_line_of_an_iteration():
         return printed(print_iteration, METRICS | changes, cfg, 2480, 100.9)
 
     assert line().count("\n") == 1
-    # iteration, loss and its parts, reward, norm, tokens a second, seconds, what is left
-    parts = "12 100 -0.0111 -0.0123 0.0012 0.5700 0.830 1240 2.00 1 40"
+    # iteration, reward and spread, KL, entropy, length, norm, loss and its parts, tokens a second,
+    # seconds, what is left
+    parts = "12 100 0.5700 0.1900 0.0120 3.08 24.2 0.830 -0.0111 -0.0123 0.0012 1240 2.00 1 40"
     assert numbers_in(line()) == parts.split()
     assert {"-0.0123", "0.3000", "0.0012"} < set(numbers_in(line(critic_loss=0.3, loss=0.2889)))
     assert "-0.0133" in line(entropy_loss=-0.001), "the policy's part holds the bonus"
     assert "12.5" in line(Settings(functions={"environment": None})), "the environment's share"
     assert "1.50" in line(**{"tools/call_frequency": 1.5})
+    assert "0.06" in line(**{"val/var_explained": 0.06})
+    several = line(num_steps=4, ratio=1.01, ratio_std=0.28, **{"clip_ratio/region_mean": 0.413})
+    assert {"1.010", "0.280", "41.3"} <= set(numbers_in(several)), "what the clip does is not shown"
+
+
+def test_the_line_of_influence():
+    """Counts of those that were scored, before the selection; then how many are kept."""
+    batch = SimpleNamespace(influence=torch.tensor([1.0, -1.0, 0.0, 2.0, math.nan]),
+                            row_weights=torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0]))
+    m = {f"tracin/{name}": x for name, x in dict(
+        positive_ratio=0.5, negative_ratio=0.25, zero_ratio=0.25, mean_ip=0.5, std_ip=1.29,
+        min_ip=-1.0, max_ip=2.0, target_rows=64, target_cosine=0.09, self_share=0.57).items()}
+    said = numbers_in(printed(report.print_influence, m, batch))
+    assert said == "4 2 1 1 0.5 1.29 -1 2 2 64 0.09 0.57".split()
+
+
+def test_the_phases_are_printed_with_their_sum():
+    said = printed(report.print_phases, {"sample": 1.5, "update": 0.25})
+    assert numbers_in(said) == ["1.750", "1.500", "0.250"]
 
 
 def test_progress_is_a_line_every_ten_seconds(clock):
@@ -143,7 +200,7 @@ GOOD = {
 INFLUENCE = {
     "tracin/selected_ratio": 0.6, "tracin/empty_steps": 0, "tracin/fallback": 0.0,
     "tracin/positive_ratio": 0.6, "tracin/target_contrast": 1.0, "tracin/target_cosine": 0.9,
-    "tracin/self_share": 0.1, "tracin/invariant_error": 1e-7}
+    "tracin/self_share": 0.1, "tracin/invariant_error": 1e-7, "tracin/target_rows": 64}
 EVERYTHING = GOOD | INFLUENCE | {
     "kl": 0.1, "kl_loss": 0.01, "kl_grad_share": 0.2,
     "val/var_explained": 0.5, "val/std": 0.1, "val/mean": 0.2,
@@ -273,8 +330,82 @@ def test_two_kls_are_compared_only_where_they_are_alike(change):
 
 
 def test_a_warning_comes_back_after_ten_iterations_and_a_note_on_the_loss_never():
-    for changes, expected in (({"kl": 9.0}, [1, 11, 21]), ({"loss": 1e-6}, [1])):
-        warned = {}
+    for m, cfg, expected in ((EVERYTHING | {"kl": 9.0}, FULL, [1, 11, 21]),
+                             (GOOD | {"loss": 1e-6}, PLAIN, [1])):
+        warned = Warned()
         said = [it for it in range(1, 24) if printed(
-            print_warnings, EVERYTHING | changes | {"iteration": it}, FULL, torch.float32, warned)]
+            print_warnings, m | {"iteration": it}, cfg, torch.float32, warned)]
         assert said == expected
+
+
+def test_the_warnings_of_a_run_stand_once_more_at_its_end():
+    warned = Warned()
+    for it in (3, 4, 9):
+        printed(print_warnings, EVERYTHING | {"kl": 9.0 + it, "iteration": it}, FULL,
+                torch.float32, warned)
+    said = printed(warned.repeat)
+    assert said.count("KL") == 1 and numbers_in(said)[:4] == ["3", "3", "9", "18.0"], said
+    assert printed(Warned().repeat) == "", "a healthy run has none"
+
+
+# ------------------------------------------------------------------------------------------------
+# success, and what looks like it
+
+RISEN = GOOD | {"reward": 0.99}
+
+
+def noted(m, cfg=PLAIN, first=GOOD, **more):
+    return [kind for kind, _ in notes(m, cfg, first, **more)]
+
+
+def test_a_solved_task_is_noted_and_not_warned_of():
+    ones = CONSTANT | dict(reward=1.0, reward_min=1.0, reward_max=1.0, frac_reward_zero_std=1.0)
+    assert noted(GOOD | ones) == ["solved"] and not found(GOOD | ones, PLAIN)
+    nearly = GOOD | {"reward": 0.99}        # no rise of half a spread is possible
+    assert noted(GOOD | ones, first=nearly) == ["solved"]
+    assert not found(GOOD | ones, PLAIN, first=nearly)
+    from_the_start = GOOD | ones | {"reward_std": 0.0}
+    assert not noted(from_the_start, first=from_the_start), "a constant reward is no success"
+    assert list(found(from_the_start, PLAIN, first=from_the_start)) == ["equal"]
+    several = EVERYTHING | {"rewards/b/std": 0.0, "rewards/b/mean": 1.0, "reward": 1.25}
+    assert noted(several, FULL, first=EVERYTHING) == ["solved"]
+    assert not found(several, FULL, first=EVERYTHING), "a reward of several that is solved"
+
+
+@pytest.mark.parametrize("sign", [{"identical_completions": 0.75}, {"entropy": 0.3}])
+def test_a_collapse_is_told_though_the_reward_has_risen(sign):
+    assert noted(RISEN | sign) == ["one answer"] and not found(RISEN | sign, PLAIN)
+    assert len(found(GOOD | sign, PLAIN)) == 1 and not noted(GOOD | sign)
+
+
+def test_a_loss_of_0_is_called_right_only_where_all_else_is():
+    zero = GOOD | {"loss": 1e-6}
+    assert noted(zero) == ["zero"]
+    assert not noted(zero, warned=True), "beside a warning"
+    assert not noted(zero | {"grad_norm": 4e-4}), "beside a gradient of 0.000"
+    assert not noted(zero | {"num_steps": 4}), "the ratio is not 1 in the second step"
+    assert noted(zero | {"reward": 0.99, "identical_completions": 0.75}) == ["one answer"]
+
+
+def test_a_gradient_of_100_times_the_median_is_named_from_the_fifth_iteration_on():
+    for norm, norms, kinds in ((81.0, [0.8] * 4, ["explosive"]), (79.0, [0.8] * 4, []),
+                               (81.0, [0.8] * 3, []), (81.0, [0.0] * 9, [])):
+        said = [kind for kind, _ in problems(GOOD | {"grad_norm": norm}, PLAIN, torch.float32,
+                                             GOOD, GROUPS, norms)]
+        assert said == kinds, f"{norm} after {norms}: {said}"
+
+
+def test_constant_rewards_have_one_line():
+    names = ("a", "b", "c")
+    cfg = Settings(reward_funcs=names, reward_weights=(1.0, 0.0, 0.0))
+    m = GOOD | {f"rewards/{name}/{what}": x for name in names for what, x in dict(
+        mean=0.5, std=0.0 if name != "a" else 0.3, abstained=0.0).items()}
+    text, = found(m, cfg).values()
+    assert "2 of 3" in text and "'b'" in text and "'c'" in text and "'a'" not in text
+
+
+def test_a_large_target_shows_its_noise_in_the_line_of_influence_and_is_not_warned_of():
+    """The shipped job has 256 rollouts."""
+    noisy = EVERYTHING | {"tracin/target_cosine": -0.02, "tracin/self_share": 1.67}
+    assert list(found(noisy)) == ["noise", "self"]
+    assert found(noisy | {"tracin/target_rows": 256}) == {}

@@ -47,8 +47,17 @@ class Clock(StepLog):
     def scored(self, rewards):
         self.end("reward")
 
+    def referred(self, cfg):
+        self.end("reference")
+
     def loss(self, loss):
         self.end("loss")
+
+    def recorded(self):
+        self.end("loss")
+
+    def chosen(self):
+        self.end("influence")
 
     def watch(self, step, grad_norm):
         """Before a step: influence chose its rows, or the gradient was clipped."""
@@ -71,7 +80,6 @@ def timed_iteration(setup, cfg, it):
     clock = Clock(setup, cfg)
     hook = setup.optimizer.register_step_post_hook(clock.stepped)
     batch = grpo.collect_iteration(setup, it, cfg, clock)
-    clock.end("reference")
     held_out = grpo.collect_held_out(setup, it, cfg)
     clock.end("held_out")
     seed = seed_for(cfg.seed, "rows", it)
