@@ -565,7 +565,7 @@ MISTAKES = [
         ("004, the environment's share in the line: gone", "    if cfg.answers:\n",
          "    if False:\n")),
     *of("run/report.py", "test_notes.py::test_a_line_shows_what_a_note_asks_for"
-        "[002: the time of an iteration]",
+        "[002: the time that is left]",
         ("002, time and eta in the line: gone",
          'f"time {seconds:.2f}s", f"eta {left // 60}m{left % 60:02d}s"', "")),
     *of("docs/running.md",
