@@ -481,35 +481,38 @@ class Tape:
         return self.found
 
     def choose(self, weights):
-        """For each of weights (k, num_rows): {rows of records: the entries whose row has a weight},
-        in their order. Rows of weight 0 cost nothing, and may hold NaN."""
+        """For each of weights (k, num_rows): {rows of records: the entries (m,) whose row has a
+        weight, in their order, and these weights (m, 1)}. Rows of weight 0 cost nothing, and may
+        hold NaN."""
         chosen = []
-        for w in weights.tolist():      # waits for a GPU, once
-            numbers = [i for i, weight in enumerate(w) if weight != 0]
-            chosen.append({
-                rows: torch.cat([rows[:0], *(of_row[i] for i in numbers)]).sort().values
-                for rows, of_row in self.entries().items()})
+        for w, of_rows in zip(weights, weights.tolist()):       # waits for a GPU, once
+            numbers = [i for i, weight in enumerate(of_rows) if weight != 0]
+            found = {}
+            for rows, of_row in self.entries().items():
+                here = torch.cat([rows[:0], *(of_row[i] for i in numbers)]).sort().values
+                found[rows] = here, w[rows[here], None]
+            chosen.append(found)
         return chosen
 
-    def summed(self, p, weights, entries):
-        """One parameter's part of a gradient. entries: from choose, for these weights."""
+    def summed(self, p, chosen):
+        """One parameter's part of a gradient. chosen: from choose."""
         total = torch.zeros_like(p)
         for rows, b, a in self.read(p):
-            here = entries[rows]
+            here, weights = chosen[rows]
             if len(here) == 0:      # spares a GPU calls that do nothing
                 continue
             if len(here) < len(rows):
-                rows, b, a = (x[here] for x in (rows, b, a))
-            weighed = (a * weights[rows][:, None]).to(a.dtype)  # a weight is not rounded to it
-            add_outer(total, b, weighed)
+                b = b[here]
+                a = a[here]
+            add_outer(total, b, (a * weights).to(a.dtype))      # a weight is not rounded to it
         return total
 
     def gradients(self, weights):
         """[sum_i weights_i g_i] for each of weights (k, num_rows)."""
         weights = weights.to(self.device)
         found = []
-        for w, entries in zip(weights, self.choose(weights)):
-            gradient = {p: self.summed(p, w, entries) for p in self.names}
+        for chosen in self.choose(weights):
+            gradient = {p: self.summed(p, chosen) for p in self.names}
             found.append(self.over_processes(gradient))
         return found
 
