@@ -201,7 +201,8 @@ def read_one(model, ids, attention_mask, layers, length):
 def capture(function, pool):
     """What function() launches, as a graph -> a function that launches all of it at once."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # what other threads do meanwhile, such as NCCL's, is no part of it and no error
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         function()
     return graph.replay
 
@@ -238,7 +239,7 @@ class Decoder:
         self.steps = {}         # {(n, W, temperature): Step}
         self.V = len(model.lm_head.weight)
         self.on_gpu = model.lm_head.weight.is_cuda
-        self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None    # of all graphs
+        self.pool = None        # memory that all graphs share, since no two run at once
 
     def prepare(self, prompts, N, S):
         """Room for N rows of S tokens after a Cache of prompts. New memory has other addresses, so
@@ -249,6 +250,8 @@ class Decoder:
             most = (old.N, old.S) if old else (0, 0)
             self.memory = old = None        # freed before there is a larger one
             self.steps.clear()
+            if self.on_gpu:
+                self.pool = torch.cuda.graph_pool_handle()      # the last one ended with its graphs
             S = -(-S // 16) * 16            # attention's kernels ask for a multiple
             self.memory = Memory(prompts, max(size_for(N, ROWS), most[0]), max(S, most[1]))
 
