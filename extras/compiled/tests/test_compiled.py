@@ -97,6 +97,8 @@ def test_compile_that_does_not_hold_is_turned_off_in_one_line(monkeypatch, chang
     assert is_plain(setup)
 
 
+@pytest.mark.skipif(not hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"),
+                    reason="torch 2.8 compiles a backward when it gets there")
 def test_a_backward_that_cannot_be_compiled_is_noticed_before_training(monkeypatch):
     def fails(graph, inputs):
         raise RuntimeError("no backward")
