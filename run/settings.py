@@ -229,10 +229,14 @@ class Settings:
         return bool(self.kl_in_loss or self.entropy_coef or self.critic)
 
     def for_target(self):
-        """These settings for held-out rollouts, which may have a reward of their own."""
-        if self.tracin_val_reward is None:
-            return self
-        return replace(self, reward_funcs=(self.tracin_val_reward,), reward_weights=(1.0,))
+        """These settings for held-out rollouts, which may have a reward of their own. A KL in the
+        loss is no part of a target: only functions of the config file may look at the reference."""
+        changes = {}
+        if self.kl_in_loss and not {"target", "advantage"} & set(self.functions):
+            changes["beta"] = 0.0
+        if self.tracin_val_reward is not None:
+            changes |= dict(reward_funcs=(self.tracin_val_reward,), reward_weights=(1.0,))
+        return replace(self, **changes)
 
     @property
     def sampling(self):

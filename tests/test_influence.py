@@ -442,3 +442,20 @@ def test_bnpo_passes_the_check_of_the_first_step(target):
     setup, batch = world_of(cfg)
     steps_of(setup, batch, cfg, check=True)
     assert batch.influence.isfinite().all()
+
+
+@pytest.mark.parametrize("knobs, functions, is_scored", [
+    ({}, [], False), (dict(kl_in="reward"), [], True), ({}, ["advantage"], True),
+    ({}, ["target"], True)])
+def test_the_reference_scores_held_out_rollouts_only_for_who_looks_at_it(
+        knobs, functions, is_scored):
+    """A KL in the loss is no part of a target: then the pass would be thrown away."""
+    cfg = settings(tracin="reward", tracin_val_prompts=2, beta=0.1, **knobs)
+    setup = setup_of(cfg)
+    cfg.functions |= {name: lambda batch: batch.rewards.clone() for name in functions}
+    held_out = grpo.collect_held_out(setup, 0, cfg)
+    assert (held_out.batch.ref_logp is not None) == is_scored
+    if not functions:
+        batch = grpo.collect(setup, setup.prompts, cfg, seed=1)
+        metrics = grpo.update(setup, batch, held_out, cfg, seed=1, check=True)
+        assert metrics["tracin/target_rows"] == 12
