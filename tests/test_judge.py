@@ -286,9 +286,6 @@ def test_a_reward_asks_for_what_the_step_knows():
 
     told = {"completion_ids": [[4, 2, 0], [5]], "ended": [True, False], "iteration": 3}
     assert score({"r": reward}, ASKED, ANSWERS, told).tolist() == [[313], [301]]
-    column = [Prompt("q", [1], {"text": "q", "iteration": 7})]
-    found = score({"r": lambda completions, iteration: iteration}, column, ["x"], told)
-    assert found.tolist() == [[7]], "a column of the prompts' file goes before"
     tried(reward)
 
 
