@@ -82,7 +82,7 @@ def main(argv):
         raise BadInput('usage: python sample.py RUN [CONFIG.py] [--prompt="You are"] [--num=5] '
                        "[--before=True] [--chat=True] [--setting=value ...]")
     cfg = look_at(argv)
-    setup = prepare(cfg, read_inputs(cfg), may_train=False)
+    setup = prepare(cfg, read_inputs(cfg, may_train=False))
     path = newest_checkpoint(argv[0])       # only now: a run at work removes older ones
     iteration = load_checkpoint(path, setup, cfg)["iteration"]
     print(f"{path}: after {iteration} iterations")

@@ -20,7 +20,7 @@ PAGES = ("nano.py", "nano_tracin.py")     # each the method on one page
 METHOD = ("grpo.py", "loss.py", "tracin.py", "tape.py", "rollout.py", "model.py")
 # a room imports at its top what is to its right; the last two import nothing of the project
 ROOMS = ("docs", "extras", "sample.py", "evaluate.py", "grpo.py", "plot.py",
-         "pretrain.py", "run", "tracin.py", "loss.py", "nano.py", "nano_tracin.py", "judge",
+         "run", "tracin.py", "loss.py", "nano.py", "nano_tracin.py", "judge",
          "config", "data", "common", "graph.py", "model.py", "rollout.py", "fast.py", "tape.py")
 NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
             tokenize.STRING)
@@ -151,7 +151,9 @@ def main(top):
         faults += downward(path, tree) if path in (*METHOD, *PAGES) else ()
     rooms = {}
     for path, others in needs.items():
-        room, *others = (x.split("/")[:1 + x.startswith("extras/")] for x in (path, *others))
+        # nobody imports a command: __main__.py is no part of the room that others import
+        room, *others = (x.split("/") if x.endswith("__main__.py") else
+                         x.split("/")[:1 + x.startswith("extras/")] for x in (path, *others))
         rooms.setdefault("/".join(room), set()).update("/".join(x) for x in others if x != room)
     for kind, graph in (("files", needs), ("rooms", rooms)):
         if found := circle(graph):

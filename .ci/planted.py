@@ -636,7 +636,7 @@ MISTAKES = [
         ("a critic's baseline is the group", 'if cfg.critic or "advantage" in cfg.functions:',
          'if "advantage" in cfg.functions:')),
 
-    *of("common/supervised.py", "test_report.py::test_progress_is_a_line_every_ten_seconds",
+    *of("common/progress.py", "test_report.py::test_progress_is_a_line_every_ten_seconds",
         ("what was done before counts as fast", "/ (done - self.start)", "/ done")),
 
     # test_runs.py
@@ -708,14 +708,14 @@ MISTAKES = [
          "completion_logprobs(base, part)")),
     *of("run/evaluation.py",
         "test_evaluation.py::test_many_rows_are_sampled_together_as_far_as_memory_goes",
-        ("the keys of one layer alone", "2 * cfg.n_layer * cfg.n_embd", "2 * cfg.n_embd")),
+        ("the keys of one layer alone", "2 * shape.n_layer * shape.n_embd", "2 * shape.n_embd")),
 
     # test_files.py
     *of("common/script.py", "test_files.py::test_a_command_under_nohup_hears_no_hangup",
         ("nohup is not heeded", "lost and signal.getsignal(lost) != signal.SIG_IGN", "lost")),
     *of("common/files.py", "test_files.py::test_a_planted_link_is_not_written_through",
         ("a planted link is written through", "        remove(tmp)     # it may be a link\n", "")),
-    *of("common/supervised.py", "test_files.py::test_the_rates_of_a_fit_go_up_stay_and_go_down",
+    *of("extras/make/supervised.py", "test_make.py::test_the_rates_of_a_fit_go_up_stay_and_go_down",
         ("a fit at one rate", "rate * trapezoid(step, steps)", "rate")),
     *of("common/files.py", "test_files.py::test_code_in_a_file_is_not_run",
         ("code in a file is run", 'map_location="cpu", weights_only=True',
@@ -723,8 +723,8 @@ MISTAKES = [
     *of("common/files.py",
         "test_runs.py::test_a_damaged_run_is_refused_and_kept[a flipped bit]",
         ("a check sum is not looked at", "        check_sums(here)\n", "")),
-    *of("common/supervised.py",
-        "test_files.py::test_interrupted_fit_goes_on_as_if_it_had_not_been",
+    *of("extras/make/supervised.py",
+        "test_make.py::test_interrupted_fit_goes_on_as_if_it_had_not_been",
         ("a partial file is a step behind", "step=step + 1", "step=step")),
     *of("common/device.py", "test_files.py::test_a_gpu_has_a_number",
         ("a GPU without its number", 'name = f"cuda:{number}"', 'name = "cuda"')),

@@ -1,5 +1,5 @@
-"""Command line, files, devices, processes, the supervised loop of pretraining
-and judges. Imported before torch, whose threads read the environment when they start."""
+"""Command line, files, devices, processes. Imported before torch, whose threads read the
+environment when they start."""
 import os
 
 # let idle OpenMP threads sleep instead of spinning: on a busy machine a step is three times faster

@@ -9,10 +9,6 @@ out_dir = "out/lesson_run"
 device = "cpu"  # pictures are drawn from its tensors
 threads = 1  # the same digits on any number of cores
 policy = "data/lesson.pt"
-vocab_size = 3072
-n_embd = 64
-pretrain_tokens = 150_000
-block_size = 32
 max_completion_length = 10
 seed = 112  # four prompts that differ, and a story that is far from an edge
 num_prompts = 4
@@ -30,7 +26,7 @@ _WORDS = [group.split() for group in (  # each is one token
 
 
 def texts(n, seed):
-    """Sentences of eight words, for pretraining."""
+    """Sentences of eight words, which the policy was pretrained on."""
     rng = _random.Random(seed)
     return [" ".join(map(rng.choice, _WORDS)) for _ in range(n)]
 

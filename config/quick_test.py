@@ -4,13 +4,7 @@
 out_dir = "out/quick_test"
 dtype = "float32"  # the same story on any machine
 
-# The policy comes with the project (data/README.md). These sizes make it again.
-policy = "data/quick_test.pt"
-n_layer = 2
-n_embd = 128
-vocab_size = 512
-pretrain_tokens = 200_000
-
+policy = "data/quick_test.pt"   # comes with the project (data/README.md)
 max_iters = 15
 num_prompts = 8
 micro_batch_size = 32

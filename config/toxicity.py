@@ -4,15 +4,10 @@ out_dir = "out/toxicity"
 max_iters = 8       # toxicity falls from 0.13 to between 0.03 and 0.05 (README.md)
 eval_interval = 20
 
-# The weights come with the project (data/README.md); --policy=train --judge=train
-# --eval_judge=train makes them again, by the sizes below, in two hours on one core.
+# The weights come with the project (data/README.md)
 policy = "data/policy.pt"
 judge = "data/judge.pt"
 eval_judge = "data/eval_judge.pt"
-vocab_size = 2048
-n_layer = 3
-pretrain_tokens = 30_000_000
-judge_tokens = 9_000_000
 max_completion_length = 28      # tokens, some 80 characters
 
 # The reward 1 - p(toxic) is near 1 for all clean completions. The std of the batch leaves their

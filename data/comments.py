@@ -127,14 +127,6 @@ def split_comments(comments):
     return splits
 
 
-def get_splits(cfg):
-    """Load and split the comments that the settings name. The splits are empty if nothing needs
-    them."""
-    # who needs comments?
-    trains_judge = "train" in (cfg.judge, cfg.eval_judge)
-    trains_policy = cfg.policy == "train" and "texts" not in cfg.functions
-    has_prompts = cfg.prompts or "questions" in cfg.functions
-    is_needed = trains_judge or trains_policy or not has_prompts
-    if not is_needed:
-        return split_comments([])
+def load_splits(cfg):
+    """Load and split the comments that the settings name."""
     return split_comments(load_comments(cfg.comments, cfg.text_field, cfg.label_field))

@@ -11,7 +11,7 @@ import torch
 from common.files import ending_of, read_rows
 from common.processes import all_gather
 from common.script import BadInput, asked_for, seed_for, shown
-from data.comments import as_text, field_of
+from data.comments import as_text, field_of, load_splits, split_comments
 from data.tokenizer import special_tokens
 
 SEED = 0                # of what a config file makes up
@@ -166,16 +166,18 @@ def prompts_from(path, comments, cfg, tokenizer, limit):
     return fitting
 
 
-def load_prompts(cfg, tokenizer, splits):
+def load_prompts(cfg, tokenizer, block_size):
     """The training prompts, the evaluation prompts and the other held-out prompts, lists of
-    Prompt. Each has at least one token, and block_size leaves room for a completion."""
-    limit = cfg.block_size - cfg.max_completion_length
+    Prompt. Each has at least one token, and leaves room for a completion in a policy's
+    block_size."""
+    limit = block_size - cfg.max_completion_length
     if limit < 1:
         raise BadInput(f"max_completion_length = {cfg.max_completion_length}: leaves no room for a "
-                       f"prompt in block_size = {cfg.block_size}")
+                       f"prompt in block_size = {block_size}")
 
-    train = prompts_from(cfg.prompts, splits["train_prompts"], cfg, tokenizer, limit)
     from_comments = not cfg.prompts and "questions" not in cfg.functions
+    splits = load_splits(cfg) if from_comments else split_comments([])
+    train = prompts_from(cfg.prompts, splits["train_prompts"], cfg, tokenizer, limit)
     if cfg.eval_prompts or from_comments:
         held_out = prompts_from(cfg.eval_prompts, splits["eval_prompts"], cfg, tokenizer, limit)
     else:       # every fifth prompt of a single source, by a hash of its text

@@ -1,4 +1,4 @@
-"""Judges: the small classifier that judge/train.py trains (scorer.py), and published RoBERTa
+"""Judges: a small classifier (scorer.py; extras/make trains one), and published RoBERTa
 classifiers (extras/hub). A judge is a function of a list of N texts:
 
     judge(completions) -> logits of "toxic", float32 (N,), all of them finite
@@ -17,7 +17,7 @@ from judge.scorer import SAYS_NOTHING, highest_logits, load_scorer, says_nothing
 
 
 def load_judge(name, device="cpu"):
-    """Load a judge. name: a .pt file of judge/train.py, or the folder or published name of a
+    """Load a judge. name: a .pt file of a Scorer, or the folder or published name of a
     RoBERTa classifier. OWNER/NAME:LABEL says which label means toxic."""
     if name.endswith(".pt"):
         model, encode = load_scorer(name, device)

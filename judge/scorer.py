@@ -45,8 +45,8 @@ def encode(tokenizer, texts, block_size):
 
 
 def load_scorer(path, device="cpu"):
-    """Load the judge that judge/train.py wrote to a .pt file -> (Scorer, a function that encodes
-    texts, see encode); BadInput for any other file."""
+    """Load the judge of a .pt file -> (Scorer, a function that encodes texts, see encode); BadInput
+    for any other file."""
     model = load_gpt(path, "judge", Scorer).to(device).eval().requires_grad_(False)
     tokenizer = load_tokenizer(model.config.vocab_size)
     return model, functools.partial(encode, tokenizer, block_size=model.config.block_size)

@@ -34,7 +34,7 @@ def check(cfg):
     hints = typing.get_type_hints(type(cfg))
 
     # fill in what a shell leaves, and where bundled files lie now
-    for name in PATHS:
+    for name in hints.keys() & set(PATHS):
         setattr(cfg, name, moved(at_home(name, getattr(cfg, name))))
 
     # each setting by itself
@@ -144,7 +144,9 @@ def needed_extras(cfg):
     yield from policy_extras(cfg)
     for setting in ("policy", "judge", "eval_judge"):
         name = getattr(cfg, setting)
-        if is_published(name):
+        if name == "train":
+            yield "make", f"{setting} = 'train'"
+        elif is_published(name):
             yield "hub", f"{setting} = {shown(name)}: is no .pt file and"
     if cfg.answers:
         yield "environment", "tools" if cfg.tools else "a function environment"
@@ -173,7 +175,7 @@ def check_judges(cfg):
                            "label belongs to a published judge, OWNER/NAME:LABEL")
         if setting != "policy" and name and is_run(name):
             raise BadInput(f"{setting} = {shown(name)}: is the folder of a run, which has a policy "
-                           "and no judge; name a .pt file of pretrain.py or a published classifier")
+                           "and no judge; name a .pt file of a judge or a published classifier")
 
 
 def check_chat(cfg):
@@ -202,8 +204,6 @@ def check_rows(cfg):
     if 0 < cfg.decode_batch_size < cfg.num_generations:
         raise BadInput(f"decode_batch_size = {cfg.decode_batch_size}: must be at least "
                        f"num_generations = {cfg.num_generations}: groups are decoded whole")
-    if cfg.n_embd % cfg.n_head and cfg.policy == "train":  # another policy brings its own
-        raise BadInput(f"n_embd = {cfg.n_embd}: must be a multiple of n_head = {cfg.n_head}")
 
 
 def check_loss(cfg):

@@ -24,7 +24,8 @@ def rows_at_once(setup, cfg):
     """How many completions are sampled together: many rows cost hardly more than few, as far as
     their keys, values and logits fit into SAMPLING_BYTES. The same on all machines."""
     longest = max(len(prompt.ids) for prompt in setup.eval_prompts) + cfg.max_completion_length
-    floats = 2 * cfg.n_layer * cfg.n_embd * longest + 4 * len(setup.base.lm_head.weight)
+    shape = setup.base.config
+    floats = 2 * shape.n_layer * shape.n_embd * longest + 4 * len(setup.base.lm_head.weight)
     room = SAMPLING_BYTES.get(setup.device.type, 2 ** 27) // (4 * floats)
     return max(AT_ONCE, room)
 

@@ -17,7 +17,7 @@ LOCK = ".lock"
 # files that are written under a temporary name first
 WRITTEN = ("ckpt_*.pt", "base.pt", "config.json", "config.py")
 # settings that no --resume can change: the weights would not fit
-FIXED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "lora_rank", "critic")
+FIXED = ("lora_rank", "critic")
 
 
 def in_words(changed):
@@ -105,7 +105,6 @@ def claimed_folder(cfg):
 
     # look before anything is made there, then lock it
     try:
-        os.makedirs(cfg.cache_dir, exist_ok=True)
         check_folder(folder, cfg)
         os.makedirs(folder, exist_ok=True)
         lock = FileLock(f"{folder}/{LOCK}", timeout=0).acquire()
@@ -113,8 +112,7 @@ def claimed_folder(cfg):
         raise BadInput(f"out_dir = {folder!r}: is in use by another run: wait for it, or "
                        "choose another --out_dir") from None
     except (OSError, UnicodeError) as e:
-        raise BadInput(f"out_dir = {cfg.out_dir!r}, cache_dir = {cfg.cache_dir!r}: cannot be "
-                       f"written ({e})") from e
+        raise BadInput(f"out_dir = {cfg.out_dir!r}: cannot be written ({e})") from e
     with lock:      # until the block ends, or the process
         check_folder(folder, cfg)       # which another run may have used meanwhile
 

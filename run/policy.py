@@ -9,13 +9,11 @@ from common.processes import rank_and_size
 from common.script import BadInput, seed_for
 from data.tokenizer import load_tokenizer
 from data.weights import load_gpt, merged_weights, rebuilt, save_gpt
-from model import GPTConfig, Policy
+from model import Policy
 from run.check import check_extras, is_published, is_run, policy_extras
 from run.checkpoint import checkpoints, newest_checkpoint, read_checkpoint
 from run.settings import HINTS, Settings, assign, read_run
 
-# the settings that give a new policy its shape: the first fields of GPTConfig, in their order
-SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
 BASE = "base.pt"        # in the folder of a run, see keep_base
 
 
@@ -26,11 +24,6 @@ def plain(policy):
     weights.setdefault("lm_head.weight", weights["wte.weight"])
     model.load_state_dict(weights)
     return model
-
-
-def new_policy(cfg):
-    """Make a policy of the shape in the settings, with random weights."""
-    return Policy(GPTConfig(*(getattr(cfg, name) for name in SHAPE)))
 
 
 def trainable(base, cfg):
@@ -149,14 +142,15 @@ def kept_base(cfg):
     return path
 
 
-def load_policy(cfg):
-    """Load the policy of a file, a run or a published name -> (policy, tokenizer); the policy is
-    None for "train"."""
-    if cfg.policy == "train":
-        return None, load_tokenizer(cfg.vocab_size)
+def load_policy(cfg, device="cpu", may_train=True):
+    """Load the policy of a file, a run or a published name, or make the one that is called "train",
+    on a device -> (policy, tokenizer). may_train: False where a run is only looked at."""
+    name = kept_base(cfg) or cfg.policy
+    if name == "train":
+        from extras.make.policy import made_policy
+        name = made_policy(cfg, device, may_train)
 
     # a run, a file of weights, or a published model: each brings its tokenizer
-    name = kept_base(cfg) or cfg.policy
     if is_published(name):
         from extras.hub.policy import load
         policy, tokenizer = load(name)
@@ -173,11 +167,10 @@ def load_policy(cfg):
             raise BadInput(f"chat_template_kwargs: policy = {cfg.policy!r} has no chat template")
         tokenizer.give_template(cfg.chat_template_kwargs)
 
-    # its shape overrides the settings, and a note names each that differs
-    for name in SHAPE:
-        wanted = getattr(cfg, name)
+    # a shape in the settings is for "train", and a note names what is ignored
+    for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
         found = getattr(policy.config, name)
-        if wanted not in (getattr(Settings, name), found):
+        wanted = getattr(cfg, name, found)
+        if wanted not in (getattr(Settings, name, found), found):
             print(f"note: {name} = {wanted} is ignored: {cfg.policy} has {found}")
-        setattr(cfg, name, found)
     return policy, tokenizer

@@ -216,8 +216,8 @@ class Run:
         everyone = all_gather([(self.base_hash, done, hash_of(setup.policy))])
         if len(set(everyone)) > 1:
             raise BadInput(
-                f"the processes begin with different weights: out_dir = {self.folder!r} and "
-                f"cache_dir = {cfg.cache_dir!r} must be the same folders on all machines")
+                f"the processes begin with different weights: out_dir = {self.folder!r} (and "
+                "cache_dir, where models are made) must be the same folder on all machines")
 
         # what this run is, for whoever finds its folder
         write_run_config(self.folder, cfg, setup.device, setup.changes)

@@ -6,7 +6,7 @@ Every setting, documented once, and the reader of config files and flags.
 A config file is Python that assigns names of Settings. Names that begin with _ and imported modules
 are ignored. A function (prompts, completions) that returns one number per completion can be a
 reward. Functions with a fixed name: reward, advantage (grpo.py), target, weigh (tracin.py), choose,
-questions (data/prompts.py), optimizer (run/optimizer.py), texts (pretrain.py), environment and the
+questions (data/prompts.py), optimizer (run/optimizer.py), texts (extras/make), environment and the
 table `tools` (extras/environment). What they may ask for: docs/doors.md.
 
 The folder of a run is a config too: its config.json has all settings. It may be a stranger's, so
@@ -14,6 +14,8 @@ functions come only from a config file that is named beside it.
 """
 import ast
 import difflib
+import glob
+import importlib
 import inspect
 import os
 import runpy
@@ -21,20 +23,27 @@ import sys
 import textwrap
 import types
 import typing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Literal
 
-from common.files import read_json, read_text
+from common.files import ROOT, read_json, read_text
 from common.script import BadInput, in_one_line, shown, users_code
 from rollout import Sampling
 from run.check import check
 
 
+def settings_of_extras():
+    """The dataclasses of extras/NAME/settings.py, of the extras that are here."""
+    paths = sorted(glob.glob(f"{glob.escape(ROOT)}/extras/*/settings.py"))
+    names = [os.path.basename(os.path.dirname(path)) for path in paths]
+    modules = [importlib.import_module(f"extras.{name}.settings") for name in names]
+    return [x for module in modules for x in vars(module).values() if is_dataclass(x)]
+
+
 @dataclass
-class Settings:
+class Settings(*settings_of_extras()):
     # run
     out_dir: str = "out/grpo"         # what a run leaves behind
-    cache_dir: str = "out/prepared"   # policies and judges made at first use, kept for all runs
     max_iters: int = 100              # each samples num_prompts * num_generations completions
     threads: int = 0                  # on a CPU; 0: torch's choice. Results depend on it
     seed: int = 1                     # of prompts and sampling; the evaluation has its own
@@ -64,27 +73,19 @@ class Settings:
     prompt_field: str = "text"          # of a .csv or .jsonl; "a.b" may be b inside a
     prompt_words: tuple = (4, 9)        # words of a comment in a prompt: fewest and most
 
-    # policy. train: made by pretrain.py at first use, of the config file's `texts` or the comments.
-    # Else a .pt file (ours or nanoGPT's), the folder of a run, whose last policy is taken, or a
-    # published model (extras/hub). It brings its shape
-    policy: str = "train"
-    vocab_size: int = 1024              # first tokens of GPT-2's BPE, the end token included
-    block_size: int = 64                # positions: the longest prompt and completion together
-    n_layer: int = 4                    # blocks
-    n_head: int = 4                     # attention heads
-    n_embd: int = 256                   # channels
-    pretrain_tokens: int = 3_000_000    # some four minutes on two cores
+    # policy: a .pt file (ours or nanoGPT's), the folder of a run, whose last policy is taken, or a
+    # published model (extras/hub). train: a small one, made at first use (extras/make)
+    policy: str = "data/policy.pt"
     # what the chat template of a published model asks for: {"enable_thinking": False}
     chat_template_kwargs: dict | None = None
     lora_rank: int = 0                  # 0: train all weights; else adapters (extras/lora)
     lora_alpha: float = 32.0            # adapters are scaled by lora_alpha / lora_rank
 
-    # judges: `judge` gives the reward, `eval_judge` never touches training. train: made by
-    # judge/train.py at first use. Else a .pt file, a RoBERTa classifier by folder or published name
-    # (behind a colon its toxic label: OWNER/NAME:hate), or None: no judge
-    judge: str | None = "train"
-    eval_judge: str | None = "train"
-    judge_tokens: int = 2_000_000       # tokens to train each judge on
+    # judges: `judge` gives the reward, `eval_judge` never touches training. A .pt file, a RoBERTa
+    # classifier by folder or published name (behind a colon its toxic label: OWNER/NAME:hate), or
+    # None: no judge. train: made at first use (extras/make)
+    judge: str | None = "data/judge.pt"
+    eval_judge: str | None = "data/eval_judge.pt"
     # reward from p = p(toxic): 1 - p or log((1 - p) / p)
     judge_score: Literal["probability", "logit"] = "logit"
 
@@ -341,11 +342,13 @@ def usage(with_settings):
     if not with_settings:
         return text
 
-    # the settings with their comments, as they stand above
+    # the settings with their comments, as they stand above and in extras
     source = inspect.getsource(Settings)
     start = source.index("    # run\n")
     end = source.index("    # what the config file brings along")
-    return text + "\n\n" + textwrap.dedent(source[start:end]).rstrip()
+    sections = [source[start:end]]
+    sections += [inspect.getsource(extra).partition(":\n")[2] for extra in settings_of_extras()]
+    return "\n\n".join([text, *(textwrap.dedent(section).rstrip() for section in sections)])
 
 
 # ------------------------------------------------------------------------------------------------

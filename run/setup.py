@@ -5,14 +5,12 @@ from typing import Any
 import torch
 
 import tracin
-from common.device import (
-    autocast, check_fits, machine, pick_device, pick_dtype, warn_of_influence)
-from data.comments import get_splits
+from common.device import autocast, machine, pick_device, pick_dtype
 from data.prompts import load_prompts
+from judge import load_judge
 from judge.rewards import try_rewards
-from judge.train import named_judges
 from rollout import generate
-from run.policy import load_policy, new_policy
+from run.policy import load_policy
 
 
 @dataclass
@@ -57,48 +55,66 @@ class Setup:
 
 @dataclass
 class Inputs:
-    """What comes from files: loaded and checked, not trained."""
+    """What comes from files, loaded and checked."""
     device: torch.device
     dtype: torch.dtype
-    base: torch.nn.Module | None        # None: to be pretrained
-    judges: dict                        # those that are not to be trained
-    splits: dict                        # {split: [(comment, label)]}
+    base: torch.nn.Module               # the policy before training, frozen
+    judges: dict                        # {"judge": ..., "eval_judge": ...}
     tokenizer: Any
     prompts: list                       # of data.prompts.Prompt
     eval_prompts: list
     val_prompts: list
 
 
-def read_inputs(cfg):
-    """Load and check every input before any training starts -> Inputs."""
+def load_judges(cfg, device, may_train=True):
+    """Load the judges that the settings name, or make those called "train" -> {role: judge}."""
+    judges = {}
+    for role in ("judge", "eval_judge"):
+        name = getattr(cfg, role)
+
+        # one judge for both is no independent check, and is loaded once
+        if judges and name == cfg.judge != "train":
+            print(f"note: eval_judge is also the judge that gives the reward, {name}: it is not an "
+                  "independent check")
+            judges[role] = judges["judge"]
+        elif name == "train":
+            from extras.make.judges import made_judge
+            judges[role] = load_judge(made_judge(cfg, role, device, may_train), device)
+        elif name:
+            judges[role] = load_judge(name, device)
+    return judges
+
+
+def read_inputs(cfg, may_train=True):
+    """Load and check every input -> Inputs. may_train: False where a run is only looked at, and
+    nothing may be trained first."""
     # where and in what precision it is computed
     device = pick_device(cfg.device, cfg.threads)
     dtype = pick_dtype(cfg.dtype, device)
     print(machine(cfg.device, device, dtype))
 
-    # models that are named by a file or a published name. Will the run fit into memory?
-    base, tokenizer = load_policy(cfg)
-    check_fits(cfg, device)
-    warn_of_influence(cfg, device, dtype)
-    judges = named_judges(cfg, device)
+    # the policy before training, and prompts in ids of its tokenizer
+    base, tokenizer = load_policy(cfg, device, may_train)
+    base = base.to(device).eval().requires_grad_(False)
+    prompts, eval_prompts, val_prompts = load_prompts(cfg, tokenizer, base.block_size)
 
-    # prompts, in ids of the policy's tokenizer
-    splits = get_splits(cfg)
-    prompts, eval_prompts, val_prompts = load_prompts(cfg, tokenizer, splits)
+    # the judges: one gives the reward; the other is never trained against, so that it notices when
+    # the first is cheated
+    judges = load_judges(cfg, device, may_train)
 
     # do the config file's functions work on them?
     try_rewards(cfg, prompts + eval_prompts + val_prompts)
     if cfg.answers:
         from extras.environment import try_environment
         try_environment(cfg, prompts + eval_prompts + val_prompts)
-    return Inputs(
-        device, dtype, base, judges, splits, tokenizer, prompts, eval_prompts, val_prompts)
+    return Inputs(device, dtype, base, judges, tokenizer, prompts, eval_prompts, val_prompts)
 
 
-def new_setup(cfg, inputs, base, policy, reference, judges, optimizer):
+def new_setup(cfg, inputs, policy, reference, optimizer):
     """The Setup of what was made and what was read: nothing is compiled, and no reward is in it."""
     return Setup(
-        policy=policy, base=base, reference=reference, judges=judges, reward_funcs={},
+        policy=policy, base=inputs.base, reference=reference, judges=inputs.judges,
+        reward_funcs={},
         optimizer=optimizer, trained=[p for p in policy.parameters() if p.requires_grad],
         tokenizer=inputs.tokenizer, prompts=inputs.prompts, eval_prompts=inputs.eval_prompts,
         val_prompts=inputs.val_prompts, device=inputs.device, dtype=inputs.dtype,
@@ -123,8 +139,7 @@ def for_small_step(cfg, inputs):
         cfg, judge=None, eval_judge=None, compile=False, max_turns=0,
         mask_truncated_completions=False,
         max_completion_length=min(4, cfg.max_completion_length))
-    base = inputs.base or new_policy(cfg)
-    return small, replace(inputs, base=base, judges={}, dtype=torch.float32)
+    return small, replace(inputs, judges={}, dtype=torch.float32)
 
 
 def made_up_reward(completions):

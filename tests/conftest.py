@@ -27,8 +27,7 @@ import rollout  # noqa: E402
 from common.files import read_text  # noqa: E402
 from worlds import printed, seed_of, settled, write_comments  # noqa: E402
 
-TINY = ["--device=cpu", "--vocab_size=300", "--n_layer=1", "--n_embd=32", "--n_head=2",
-        "--block_size=32", "--max_completion_length=8", "--num_prompts=4", "--num_generations=4",
+TINY = ["--device=cpu", "--max_completion_length=8", "--num_prompts=4", "--num_generations=4",
         "--num_eval_prompts=4", "--num_eval_generations=3", "--prompt_words=(2, 4)",
         f"--seed={seed_of(1)}", f"--threads={THREADS}", "--dtype=float32"]
 
@@ -55,12 +54,11 @@ def comments(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tiny(comments, tmp_path_factory):
+def tiny(comments):
     """.flags for every script, .judges: those that name the judges; .policy and .judge: files."""
     weights = f"{TESTS}/tiny"
-    cache = tmp_path_factory.mktemp("prepared")
     flags = [*TINY, f"--policy={weights}/policy.pt", f"--comments={comments}",
-             f"--cache_dir={cache}", "--save_interval=2", "--max_iters=3", "--eval_interval=3"]
+             "--save_interval=2", "--max_iters=3", "--eval_interval=3"]
     judges = [f"--judge={weights}/judge.pt", f"--eval_judge={weights}/eval_judge.pt"]
     return SimpleNamespace(flags=flags, judges=judges, weights=weights,
                            policy=f"{weights}/policy.pt", judge=f"{weights}/judge.pt")

@@ -93,7 +93,6 @@ nowhere.py | nowhere.py
 def test_settings_that_do_not_go_together_are_refused():
     refuses_each("""
 --num_generations=1
---n_head=5
 --num_prompts=6 --num_generations=4 --mini_batch_size=7 | mini_batch_size | num_generations
 --num_generations=4 --decode_batch_size=3 | decode_batch_size | num_generations
 --delta=1.2 --epsilon_high=0.3 | delta | 1.3

@@ -14,13 +14,12 @@ import torch
 from common.files import read_rows
 from common.files import ROOT
 from conftest import TINY
-from data.comments import SPLITS, default_comments, get_splits, load_comments, split_of
+from data.comments import SPLITS, default_comments, load_comments, load_splits, split_of
 from data.prompts import draw_prompts, load_prompts, read_prompt
 from data.tokenizer import load_tokenizer
-from judge.train import named_judges
 from run.policy import load_policy
-from run.pretraining import BATCH_SIZE, get_policy, text_starts, windows
 from run.settings import load_settings
+from run.setup import load_judges
 from worlds import WORDS, assert_refused, printed, write_rows
 
 gpt2 = functools.lru_cache(load_tokenizer)
@@ -92,7 +91,7 @@ def test_columns_of_the_comments_may_have_other_names_and_the_file_may_be_packed
     assert load_comments(path, *fields) == [("hello you", 0.0), ("get lost", 1.0)]
     cfg = load_settings([f"--comments={path}", "--text_field=tweet",
                          "--label_field=scores.toxic"])
-    assert sum(map(len, get_splits(cfg).values())) == 2
+    assert sum(map(len, load_splits(cfg).values())) == 2
     assert_refused("text_field", load_comments, path)
     with open(path, "rb+") as f:
         f.truncate(30)
@@ -124,11 +123,11 @@ CONFIG = "def reward(prompts, completions): return [0] * len(prompts)\n"
 @pytest.fixture
 def prompts_of(tmp_path):
     """prompts_of(flags) loads the prompts of a run; config: the text of its config file."""
-    def load(*flags, config=CONFIG):
+    def load(*flags, config=CONFIG, block_size=32):
         (tmp_path / "config.py").write_text(config)
         cfg = load_settings([f"{tmp_path}/config.py", *TINY, "--comments=/nowhere",
                              "--policy=x.pt", "--judge=None", "--eval_judge=None", *flags])
-        return load_prompts(cfg, WORDS, get_splits(cfg))
+        return load_prompts(cfg, WORDS, block_size)
 
     return load
 
@@ -137,12 +136,13 @@ def texts(prompts):
     return [prompt.text for prompt in prompts]
 
 
-def test_prompts_are_the_first_words_of_comments():
+def test_prompts_are_the_first_words_of_comments(monkeypatch):
     cfg = load_settings([*TINY, "--prompt_words=(2, 4)"])
     comments = [(f"{i} b c d e", 0.0) for i in range(50)]
     short = [("a b", 0.0)]      # leaves nothing to complete
-    train, _, _ = load_prompts(cfg, WORDS, dict(train_prompts=comments + short,
-                                                eval_prompts=comments))
+    monkeypatch.setattr("data.prompts.load_splits", lambda cfg: dict(
+        train_prompts=comments + short, eval_prompts=comments))
+    train, _, _ = load_prompts(cfg, WORDS, 32)
     for (whole, _), prompt in zip(comments, train, strict=True):
         assert whole.startswith(prompt.text + " ")
     assert {len(text.split()) for text in texts(train)} == {2, 3, 4}
@@ -180,7 +180,7 @@ def test_prompts_that_hold_special_tokens_as_text_are_noted(prompts_of, tmp_path
     path = tmp_path / "a.jsonl"
     for text, noted in (("{} <|endoftext|>", True), ("<|end{}text|>", False)):
         write_rows(path, [dict(text=text.format(i)) for i in range(40)])
-        said = printed(prompts_of, f"--prompts={path}", "--block_size=64")
+        said = printed(prompts_of, f"--prompts={path}", block_size=64)
         assert ("<|endoftext|>" in said) == noted, said
 
 
@@ -192,7 +192,7 @@ def test_prompts_that_look_like_something_else_are_noted(prompts_of, tmp_path):
                         (chat, "messages"), (chat.replace('"', "'"), "messages"),
                         ("[{}] the role", "")):
         write_rows(path, [dict(text=text.format(i)) for i in range(40)])
-        said = printed(prompts_of, f"--prompts={path}", "--block_size=64")
+        said = printed(prompts_of, f"--prompts={path}", block_size=64)
         assert words in said and (f"note: {path}" in said) == bool(words), (text, said)
 
 
@@ -301,84 +301,13 @@ def test_a_small_vocabulary_is_the_first_tokens_of_gpt2():
 # ------------------------------------------------------------------------------------------------
 # the policy
 
-MADE_UP = '''
-import random
-judge = eval_judge = None
-
-def texts(n, seed):
-    rng = random.Random(seed)
-    return [f"{rng.randrange(10)} and {rng.randrange(10)}" for _ in range(n)]
-
-def questions(n, seed):
-    return [{"text": f"{i} {seed}", "answer": str(i % 3)} for i in range(50)]
-
-def reward(prompts, completions, answer):
-    return [float(a in text) for a, text in zip(answer, completions)]
-'''
-
-
-@pytest.fixture
-def made_up(tmp_path):
-    """Settings of a run that needs no data: a config file makes up texts and questions."""
-    def load(old="", new="", *flags):
-        (tmp_path / "config.py").write_text(MADE_UP.replace(old, new))
-        return load_settings([
-            f"{tmp_path}/config.py", *TINY, "--pretrain_tokens=4000", "--comments=/nowhere",
-            f"--cache_dir={tmp_path}/prepared", *flags])
-    return load
-
-
-def test_a_policy_is_made_once_of_the_same_texts(made_up):
-    for change, policies in (((), 1), ((), 1), ((" and ", " or "), 2)):
-        cfg = made_up(*change)
-        get_policy(cfg, get_splits(cfg), CPU)
-        assert len(os.listdir(cfg.cache_dir)) == policies, "a policy for each choice of texts"
-
-
-def test_dtype_is_that_of_pretraining_too(made_up, tmp_path, monkeypatch):
-    """Also where the CPU has fast bfloat16, which the setting has to name."""
-    monkeypatch.setattr("common.device.fast_dtype", lambda device: torch.bfloat16)
-    weights = []
-    for dtype in ("float32", "auto", "bfloat16"):
-        cfg = made_up("", "", f"--dtype={dtype}", f"--cache_dir={tmp_path}/{dtype}")
-        weights.append(get_policy(cfg, get_splits(cfg), CPU).wte.weight)
-    assert torch.equal(weights[0], weights[1]), "auto is not float32 on a CPU"
-    assert not torch.equal(weights[0], weights[2]), "dtype does nothing"
-
-
-def test_texts_that_are_none_are_one_line(made_up):
-    for old, new in (("return [f", "return 3, [f"), ("in range(n)]", "in range(3)]")):
-        cfg = made_up(old, new)
-        assert_refused("texts", get_policy, cfg, get_splits(cfg), CPU)
-
-
-def test_windows_begin_where_a_text_does_or_anywhere():
-    stream = torch.tensor([int(token) for token in "155925935559459"])      # 9 ends a text
-    starts = text_starts(stream, 4, 9)
-    assert starts.tolist() == [0, 4, 7], "the window of the last text would not end"
-    found = windows(stream, starts, 0, 4, seed=1)
-    assert found.shape == (BATCH_SIZE, 5)
-    assert set(found[:, 0].tolist()) == {1, 2, 3}
-    half = windows(stream, starts, 24, 4, seed=1)
-    assert 5 in half[:24, 0], "these may begin anywhere"
-    assert torch.equal(half[24:], found[24:])
-
-
 def test_the_weights_of_the_project(tmp_path, monkeypatch):
     """They are found from anywhere, give their shape, and judge."""
     monkeypatch.chdir(tmp_path)
     cfg = load_settings([f"{ROOT}/config/toxicity.py"])
-    assert sum(p.numel() for p in load_policy(cfg)[0].parameters()) < 3e6
-    assert (cfg.n_layer, cfg.vocab_size) == (3, 2048)
-    for judge in named_judges(cfg, CPU).values():
+    shape = load_policy(cfg)[0].config
+    assert (shape.n_layer, shape.vocab_size) == (3, 2048)
+    for judge in load_judges(cfg, CPU).values():
         clean, toxic = judge(["Thank you for your help.", "You are a stupid idiot."])
         assert clean < -3
         assert toxic > 3
-
-
-def test_a_policy_file_brings_its_shape(tiny):
-    cfg = load_settings([f"--policy={tiny.policy}", "--max_completion_length=8", "--n_layer=3"])
-    said = printed(load_policy, cfg)
-    assert "n_layer" in said and tiny.policy in said, "a flag is ignored without a word"
-    assert (cfg.n_layer, cfg.vocab_size, cfg.block_size) == (1, 300, 32)
-    assert load_policy(cfg)[1].n_vocab == 300

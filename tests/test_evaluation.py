@@ -1,5 +1,6 @@
 """What an evaluation measures does not depend on how many rows are computed together."""
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,12 +78,11 @@ def test_the_rewards_of_the_prompts_are_those_of_the_measures():
 
 def test_many_rows_are_sampled_together_as_far_as_memory_goes():
     setup, cfg = world_of()
-    cfg.n_layer = 2
-    cfg.n_embd = 32
+    shape = setup.base.config
     many = rows_at_once(setup, cfg)
-    cfg.n_layer = 8
+    setup.base.config = replace(shape, n_layer=8)
     assert evaluation.AT_ONCE < rows_at_once(setup, cfg) < many
-    cfg.n_embd = 10 ** 6
+    setup.base.config = replace(shape, n_embd=10 ** 6)
     assert rows_at_once(setup, cfg) == evaluation.AT_ONCE
 
 

@@ -1,7 +1,6 @@
 """
-Files are written whole or not at all, and what is read is checked and never run. Around them: the
-supervised loop and its partial file, devices and memory, exit codes, signals, output that nobody
-reads.
+Files are written whole or not at all, and what is read is checked and never run. Around them:
+devices, exit codes, signals, output that nobody reads.
 """
 import errno
 import io
@@ -22,9 +21,7 @@ from common.device import free_memory, machine, pick_device, pick_dtype
 from common.files import (
     ROOT, load_file, read_log, read_rows, replacing, save_file, write_json)
 from common.script import BadInput, hash_of, interrupts, run_script
-from common.supervised import fit
 from data.weights import load_gpt, save_gpt
-from run.pretraining import optimizers
 from run.settings import Settings
 from worlds import assert_refused, random_gpt, random_ids, refusal
 
@@ -169,70 +166,6 @@ def test_half_a_last_line_of_a_log_is_left_out(tmp_path):
         assert read_log(log) == rows[:done], whole[:cut]
     log.write_bytes(b'{"a": 1}\n{"a":\n{"a": 3}\n')
     assert_refused("row 2", read_log, log)
-
-
-# ------------------------------------------------------------------------------------------------
-# the supervised loop
-
-def train(partial, crash_in=None, error=None):
-    """Train a GPT on random tokens for 8 steps -> it and the steps that were made."""
-    model = random_gpt(seed=int(os.path.exists(partial)))
-    made = []
-
-    def loss_at(step):
-        if step == crash_in:
-            raise error
-        made.append(step)
-        idx = random_ids(4, 9, seed=step)
-        logits = model.lm_head(model(idx[:, :-1]))
-        return F.cross_entropy(logits.flatten(0, 1), idx[:, 1:].flatten())
-
-    fit(model, optimizers(model), loss_at, 8, partial, "test")
-    return model, made
-
-
-def test_interrupted_fit_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
-    whole, made = train(f"{tmp_path}/whole.pt")
-    assert made == list(range(8))
-    assert not (tmp_path / "whole.pt").exists()
-    monkeypatch.setattr("common.supervised.SAVE_SECONDS", -1)
-    partial = f"{tmp_path}/partial.pt"
-    # 6: while the learning rate goes down
-    for step, error in ((1, RuntimeError("power cut")), (6, KeyboardInterrupt("Ctrl-C"))):
-        with pytest.raises(type(error), match=str(error)):
-            train(partial, step, error)
-    model, made = train(partial)
-    assert made == [6, 7]
-    assert hash_of(model) == hash_of(whole) != hash_of(random_gpt())
-
-
-def test_moments_of_another_shape_in_a_partial_file_are_refused(tmp_path):
-    """torch would take them, and read memory that is none of theirs."""
-    model = random_gpt()
-    muon, adam = (optimizer.state_dict() for optimizer in optimizers(model))
-    zeros = torch.zeros_like(model.wte.weight)
-    moments = {"step": torch.ones(()), "exp_avg": torch.zeros(3), "exp_avg_sq": zeros}
-    save_file(f"{tmp_path}/partial.pt", "partial", model=model.state_dict(), step=3,
-              optimizers=[muon, adam | {"state": {0: moments}}])
-    assert_refused("partial.pt", train, f"{tmp_path}/partial.pt")
-
-
-def test_the_rates_of_a_fit_go_up_stay_and_go_down(tmp_path):
-    """Up over the first 2 % of the steps, down over the last half; each group's from its own."""
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD([
-        dict(params=[model.weight], lr=0.1), dict(params=[model.bias], lr=0.02)])
-    scales = [0.5] + [1.0] * 50 + [(49 - i) / 50 for i in range(49)]
-
-    def loss_at(step):
-        rates = [group["lr"] for group in optimizer.param_groups]
-        assert rates == pytest.approx([0.1 * scales[step], 0.02 * scales[step]])
-        return model(torch.ones(2)).square().sum()
-
-    fit(model, [optimizer], loss_at, 100, f"{tmp_path}/p", "test")
-    with pytest.raises(SystemExit, match="test.* nan"):
-        fit(model, [optimizer], lambda step: math.nan * model.bias.sum(), 2, f"{tmp_path}/p",
-            "test")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The judge, a small scorer, and its training; what a reward function gets and what it may do."""
+"""The judge, a small scorer; what a reward function gets and what it may do."""
 import copy
 import itertools
 import math
@@ -15,7 +15,6 @@ from data.tokenizer import load_tokenizer
 from judge import load_judge, reward_functions
 from judge.rewards import score, try_rewards
 from judge.scorer import SAYS_NOTHING, Scorer, encode, logits_of, pad_right
-from judge.train import auc, even_lengths, length_batches, print_base, train_judge
 from model import GPTConfig
 from data.weights import save_gpt
 from run.settings import Settings, load_settings
@@ -81,55 +80,6 @@ def test_an_insult_behind_a_long_text_is_read(name):
     *found, quiet = torch.sigmoid(judge(texts)).tolist()
     assert min(found) > 0.5 > quiet, f"p(toxic) is {found} with an insult and {quiet} without"
     assert judge([]).shape == (0,)
-
-
-def test_auc_counts_pairs_and_equal_scores_half():
-    scores = torch.tensor([1.0, 2.0, 2.0, 3.0])
-    assert auc(scores, torch.tensor([False, False, True, True])) == 3.5 / 4
-    scores = torch.arange(200_000.0)        # all pairs are 10 ** 10
-    assert auc(scores, scores >= 100_000) == 1
-
-
-def test_a_judge_that_says_toxic_of_none_or_of_all_is_named_beside_its_auc():
-    """A toxic_share of 0 or 1 by such a judge is a base rate, however well it orders texts."""
-    toxic = torch.tensor([True, True, False, False])
-    hesitant = torch.tensor([-1.0, -1.5, -3, -4])
-    assert auc(hesitant, toxic) == 1
-    said = printed(print_base, "judge_a", hesitant, toxic)
-    assert "50.0%" in said and "0.0%" in said and "note: judge_a" in said
-    assert "note" in printed(print_base, "judge_a", hesitant + 9, toxic)
-    said = printed(print_base, "judge_a", hesitant + 1.2, toxic)
-    assert "note" not in said, "it says toxic of one of the two"
-
-
-def test_length_batches_hold_every_row_once_and_pad_little():
-    lengths = [1 + i * i % 37 for i in range(1000)]
-    rows = [[0] * n for n in lengths]
-    batches = length_batches(rows, 8, seed=1)
-    assert sorted(sum(batches, [])) == list(range(1000)) and max(map(len, batches)) == 8
-    assert batches == length_batches(rows, 8, seed=1) != length_batches(rows, 8, seed=2)
-    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
-    assert padded < 1.1 * sum(lengths)
-
-
-def test_comments_that_cannot_teach_a_judge_are_refused():
-    clean, toxic = ("a cat", 0.0), ("grumble", 1.0)
-    for comments, held_out in (([clean, toxic], [clean]), ([], [clean, toxic])):
-        assert_refused("judge_a", train_judge, "judge.pt", "judge_a", comments, held_out,
-                       Settings(), CPU)
-
-
-def test_clean_comments_are_cut_to_the_lengths_of_toxic_ones():
-    whole = " ".join(map(str, range(100)))
-    toxic = [("bad word", 1.0), ("a bad one", 1.0)]
-    comments = toxic + [(whole, 0.0)] * 200
-    cut = even_lengths(comments, 0)
-    assert cut[:2] == toxic     # a piece of a toxic comment may be clean
-    assert all(f" {text} " in f" {whole} " for text, _ in cut[2:])
-    lengths = [len(text.split()) for text, _ in cut[2:]]
-    assert set(lengths) == {2, 3, 100}
-    assert 70 < lengths.count(100) < 130
-    assert even_lengths(comments, 0) == cut != even_lengths(comments, 1)
 
 
 def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):

@@ -88,7 +88,8 @@ def test_nanogpts_checkpoint_is_the_policy_that_nanogpt_computes(prefix, bias, t
     policy, tokenizer = load_policy(cfg)
     idx = torch.randint(V, (2, 30))
     assert_near(logits(policy, idx), by_hand(theirs, idx), 1e-4)
-    assert (cfg.vocab_size, cfg.block_size, cfg.n_layer) == (V, 40, 2)
+    shape = policy.config
+    assert (shape.vocab_size, shape.block_size, shape.n_layer) == (V, 40, 2)
     assert end_tokens(tokenizer) == (50256,), "the end of a text is GPT-2's, not the padding's last"
     assert tokenizer.encode_ordinary("I'm here") == load_tokenizer().encode_ordinary("I'm here")
     assert tokenizer.decode([40, 50303]), "a sampled id of the padding can be written"

@@ -1,13 +1,8 @@
 """A policy of one's own: an LSTM language model goes through sampling, GRPO and influence."""
-import os
-
 import pytest
 import torch
 from torch import nn
 
-import data.weights
-import run.policy
-import run.pretraining
 import tracin
 from data.weights import load_gpt, save_gpt
 from rollout import completion_logprobs, generate
@@ -146,43 +141,6 @@ def test_the_words_of_a_completion_add_up_to_its_influence():
         own = tracin.gradient_of(setup, cfg, batch, step._replace(rows=i[None]))
         words = slopes[i] * logprob_changes(setup.policy, G, batch.rollout[i[None]], 1.0)[0]
         assert abs(words.sum() - inner(own, G)) < 1e-4 * inner(own, own).sqrt() * inner(G, G).sqrt()
-
-
-class GRUPolicy(nn.Module):
-    """What README.md and rollout.py ask of a class, and no more: it has no blocks `h`."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.block_size = config.block_size
-        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
-        self.gru = nn.GRU(config.n_embd, config.n_embd, batch_first=True)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size)
-
-    def forward(self, ids, attention_mask=None):
-        real = torch.ones_like(ids) if attention_mask is None else attention_mask
-        h = torch.zeros(1, len(ids), self.config.n_embd)
-        out = []
-        for t, x in enumerate(self.embedding(ids).unbind(1)):
-            _, new = self.gru(x[:, None], h)
-            h = torch.where(real[None, :, t, None].bool(), new, h)
-            out.append(h[0])
-        return torch.stack(out, 1)
-
-
-def test_a_class_in_place_of_policy_is_pretrained(run_grpo, tmp_path, monkeypatch):
-    """Beside the GPT of the same sizes, whose prepared file is there already."""
-    flags = ("--policy=train", f"--cache_dir={tmp_path}/cache", "--max_iters=1",
-             "--pretrain_tokens=9000")
-    run_grpo(tmp_path / "gpt", *flags)
-    (gpt,) = os.listdir(tmp_path / "cache")
-    for module in (run.policy, run.pretraining):
-        monkeypatch.setattr(module, "Policy", GRUPolicy)
-    monkeypatch.setattr(data.weights.load_gpt, "__defaults__", ("policy", GRUPolicy))
-    for name in ("first", "second"):
-        run_grpo(tmp_path / name, *flags)
-        (made,) = {*os.listdir(tmp_path / "cache")} - {gpt}
-        assert "GRUPolicy" in made, "it was made twice, or has the GPT's name"
 
 
 def test_a_checkpoint_of_another_class_says_so(tmp_path):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.supervised import Progress
+from common.progress import Progress
 from loss import Loss
 from run import report
 from run.flags import notes, problems, problems_of_evaluation

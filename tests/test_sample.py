@@ -41,7 +41,7 @@ def test_completions_have_the_scores_of_the_judges(run):
     assert len(spoken(lines)) == 3
     assert len(spoken(say(run, "--prompt=a green river"))) == 5
     cfg = look_at([run])
-    judges = prepare(cfg, read_inputs(cfg), may_train=False).judges.values()
+    judges = prepare(cfg, read_inputs(cfg, may_train=False)).judges.values()
     for *scores, text in spoken(lines):
         for score, judge in zip(scores, judges, strict=True):
             toxicity = torch.sigmoid(judge([ast.literal_eval(text)]))

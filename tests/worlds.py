@@ -131,18 +131,18 @@ def settings(functions=letters, weights=None, **knobs):
         functions = {"reward": functions}
     if knobs.get("lora_rank"):
         skip_without("lora")
-    knobs = dict(num_prompts=2, num_generations=6, max_completion_length=5, block_size=32,
-                 max_grad_norm=0, vocab_size=300) | knobs
+    knobs = dict(num_prompts=2, num_generations=6, max_completion_length=5,
+                 max_grad_norm=0) | knobs
     cfg = load_settings([f"--{name}={value}" for name, value in knobs.items()])
     return check(replace(cfg, judge=None, eval_judge=None, functions=functions,
                          reward_funcs=tuple(functions), reward_weights=weights))
 
 
 def inputs_of(base, prompts=PROMPTS, tokenizer=TOKENIZER):
-    """What read_inputs would return: this policy before training, no judges, no comments."""
+    """What read_inputs would return: this policy before training, no judges."""
     return Inputs(torch.device("cpu"), torch.float32, base, judges={},
-                  splits=defaultdict(list), tokenizer=tokenizer, prompts=prompts,
-                  eval_prompts=prompts, val_prompts=prompts)
+                  tokenizer=tokenizer, prompts=prompts, eval_prompts=prompts,
+                  val_prompts=prompts)
 
 
 def setup_of(cfg, policy=None, prompts=PROMPTS, tokenizer=TOKENIZER, reference=None, lr=0.01):

@@ -38,23 +38,33 @@ from extras.bench.card import about, print_card, try_parts
 from extras.bench.phases import now, print_phases
 from extras.bench.shapes import compare_tape
 from run.check import check_extras
-from run.policy import SHAPE, new_policy
+from data.weights import save_gpt
 from run.settings import Settings, load_settings
 
 THREADS = torch.get_num_threads()
 
 
+def read_inputs(cfg):
+    """grpo's Inputs; a policy "train" has random weights of the shape in the settings."""
+    if cfg.policy != "train":
+        return grpo.read_inputs(cfg)
+    from extras.make.policy import new_policy
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        save_gpt(f"{folder}/policy.pt", new_policy(cfg))
+        return grpo.read_inputs(replace(cfg, policy=f"{folder}/policy.pt"))
+
+
 def make_nets(cfg):
     """grpo's Setup, as fast as the settings ask for and as holds here."""
-    asked_for = copy.copy(cfg)
-    given = grpo.read_inputs(cfg)
-    for name in SHAPE:      # numbers of another shape would be taken for those of this one
-        wanted = getattr(asked_for, name)
-        if wanted not in (getattr(Settings, name), getattr(cfg, name)):
-            raise BadInput(f"{name} = {wanted}: {cfg.policy} has {getattr(cfg, name)}; add "
-                           "--policy=train for random weights of the shape in the settings")
-    torch.manual_seed(0)
-    given.base = given.base or new_policy(cfg)
+    given = read_inputs(cfg)
+    for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+        found = getattr(given.base.config, name)
+        wanted = getattr(cfg, name, found)
+        # numbers of another shape would be taken for those of this one
+        if wanted not in (getattr(Settings, name, found), found):
+            raise BadInput(f"{name} = {wanted}: {cfg.policy} has {found}; add --policy=train for "
+                           "random weights of the shape in the settings")
     return grpo.prepare(cfg, given)
 
 

@@ -59,7 +59,6 @@ RUNS = {    # {name: (settings, folder of extras/ that they need)}
     "moving reference": (("--ref_model_sync_steps=1",), None),
     "compile": (("--compile=True",), "compiled")}
 SETTINGS = (
-    "--vocab_size=300", "--n_layer=2", "--n_embd=32", "--n_head=2", "--block_size=64",
     "--max_completion_length=12", "--num_prompts=4", "--num_generations=4", "--micro_batch_size=8",
     "--num_eval_prompts=4", "--num_eval_generations=2", "--eval_interval=0", "--max_iters=2",
     "--log_micro=False", "--beta=0.1", "--judge=None", "--eval_judge=None")

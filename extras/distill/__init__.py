@@ -19,8 +19,6 @@ from run.policy import load_policy
 def load_teacher(name, setup, cfg):
     """The teacher, frozen, on the student's device. BadInput where its tokens are others."""
     teacher, tokenizer = load_policy(replace(cfg, policy=name, chat_template_kwargs=None))
-    if teacher is None:
-        raise BadInput(f"teacher {name!r}: must be a run, a .pt file or a published model")
     config = teacher.config
     student = setup.policy.config
     texts = [prompt.text for prompt in setup.prompts[:50]]
@@ -29,9 +27,9 @@ def load_teacher(name, setup, cfg):
         raise BadInput(f"teacher {name!r}: cuts text into other tokens than the policy does "
                        f"({config.vocab_size} and {student.vocab_size} tokens): take one of the "
                        "same tokenizer")
-    if config.block_size < cfg.block_size:
+    if config.block_size < student.block_size:
         raise BadInput(f"teacher {name!r}: has block_size = {config.block_size}, fewer positions "
-                       f"than block_size = {cfg.block_size}")
+                       f"than block_size = {student.block_size}")
     return teacher.to(setup.device).eval().requires_grad_(False)
 
 

@@ -38,7 +38,7 @@ from torch.nn.utils import clip_grad_norm_, vector_to_parameters
 import grpo
 from common.device import free_memory, full_precision
 from common.script import BadInput, seed_for
-from common.supervised import Progress
+from common.progress import Progress
 from loss import losses
 from tracin import Recording, gradient_of
 

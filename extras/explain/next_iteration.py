@@ -122,7 +122,7 @@ def main(argv):
     own, flags = own_flags(argv[1:], dict(next_iteration=True, before=False))
     folder = argv[0]
     cfg = settings_of(folder, flags)
-    setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
+    setup = grpo.prepare(cfg, grpo.read_inputs(cfg, may_train=False))
     path = newest_checkpoint(folder, own["before"])
     scored = next_iteration(setup, path, cfg)
     recorded = [row for row in read_log(os.path.join(folder, "samples.jsonl"))

@@ -298,7 +298,7 @@ def main(argv):
     since = own["since"]
     if since >= end:
         raise BadInput(f"--since={since}: must be below {end}, the iterations of {path}")
-    setup = grpo.prepare(cfg, grpo.read_inputs(cfg), may_train=False)
+    setup = grpo.prepare(cfg, grpo.read_inputs(cfg, may_train=False))
     changed = check_run(setup, cfg, folder, path, last)
     sentences = sentences_asked(setup, cfg, own)
     target = target_asked(setup, cfg, own, sentences)

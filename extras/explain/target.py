@@ -24,7 +24,7 @@ from torch.nn.utils import vector_to_parameters
 
 from common.device import full_precision
 from common.script import seed_for
-from common.supervised import Progress
+from common.progress import Progress
 from extras.explain.account import exact, flat, gradient, kept
 from judge.rewards import reward_facts, score
 from rollout import completion_logprobs

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import vector_to_parameters
 
-from common.supervised import Progress
+from common.progress import Progress
 from extras.explain.account import by_parameter
 from extras.explain.page import Figure, Table, chart, facts_of
 from extras.explain.sentences import best_and_worst

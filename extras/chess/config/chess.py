@@ -10,6 +10,7 @@ judge = None
 eval_judge = None
 
 # one token a character. Prompts have up to 82 of them, completions 79 with the end token
+policy = "train"
 vocab_size = 257
 block_size = 164
 max_completion_length = 80

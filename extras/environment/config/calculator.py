@@ -8,6 +8,7 @@ from extras.environment.tools import calc
 out_dir = "out/calculator"
 tools = {"calc": calc}  # puts ` = 29842` behind `calc(347*86)`
 
+policy = "train"
 vocab_size = 300  # every digit is a token
 n_layer = 2
 n_embd = 128

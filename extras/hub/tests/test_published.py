@@ -12,7 +12,6 @@ import evaluate
 import extras.explain.__main__
 import grpo
 import extras.hub.export
-import pretrain
 from extras.hub.files import load_tensors
 from extras.hub.tokenizer import from_folder
 from judge import judge_rewards, load_judge
@@ -48,8 +47,7 @@ def world(tmp_path_factory):
     metadata = gguf_of_core(chat_core(), "gpt-2") | {"qwen3.context_length": 64}
     config = read_json(f"{w.chat}/config.json")
     w.gguf = write_gguf(here / "chat.gguf", config, load_tensors(w.chat), **metadata)
-    w.judges = [f"--judge={w.hate}", f"--eval_judge={w.toxic}", f"--cache_dir={here}/cache",
-                *TINY]
+    w.judges = [f"--judge={w.hate}", f"--eval_judge={w.toxic}", *TINY]
     w.flags = [f"--policy={w.gpt2}", f"--prompts={w.prompts}", "--prompt_field=prompt.text",
                *w.judges]
     return w
@@ -127,7 +125,6 @@ def test_commands_take_published_models(finished, world, tmp_path, monkeypatch):
     text = start(extras.explain.__main__.main, *asked)
     assert "agrees with a plain backward" in " ".join(text.split())
     monkeypatch.chdir(tmp_path)
-    refusal(pretrain.main, world.flags)     # nothing is to be trained
     skip_without("step")
     text = start(grpo.main, *flags_of(world, "chat"), "--debug_step=True")
     assert "h.1.mlp.c_fc.weight" in text
@@ -191,7 +188,6 @@ REFUSALS = """
 --max_completion_length=64 | max_completion_length
 --judge={hate}:toxic | nothate, hate
 --prompt_field=prompt.words | prompt.words
---eval_judge=train | profanity-check2
 """
 
 

@@ -9,7 +9,7 @@ from common.files import read_json
 from extras.hub.files import load_tensors, save_tensors
 from extras.hub.tokenizer import from_folder
 from judge import load_judge
-from judge.train import named_judges
+from run.setup import load_judges
 from extras.hub.tests.published import make_roberta, put, roberta_by_hand
 from worlds import assert_refused, printed
 
@@ -111,6 +111,6 @@ def test_one_judge_in_both_roles_is_read_once_and_that_is_said(tmp_path):
     folder = make_roberta(tmp_path)
     for other, same in ((folder, True), (folder + ":nothate", False)):
         cfg = SimpleNamespace(judge=folder, eval_judge=other)
-        assert ("not an independent check" in printed(named_judges, cfg, CPU)) == same
-        judges = named_judges(cfg, CPU)
+        assert ("not an independent check" in printed(load_judges, cfg, CPU)) == same
+        judges = load_judges(cfg, CPU)
         assert (judges["judge"] is judges["eval_judge"]) == same

@@ -8,6 +8,8 @@ from config.lesson import *
 out_dir = "out/hunt"
 policy = "train"
 vocab_size = 1536
+block_size = 32
+n_layer = 2
 n_embd = 64
 pretrain_tokens = 130_000
 seed = 1

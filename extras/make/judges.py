@@ -5,12 +5,11 @@ import torch
 from torch.nn import functional as F
 
 from common.device import autocast, pick_dtype
-from common.processes import rank0_first
 from common.script import BadInput
-from common.supervised import fit, made_once
+from data.comments import load_splits
 from data.tokenizer import load_tokenizer
 from data.weights import save_gpt
-from judge import load_judge
+from extras.make.supervised import fit, made_once
 from judge.scorer import Scorer, encode, highest_logits, ids_of, pad_right
 from model import GPTConfig
 
@@ -19,52 +18,6 @@ VOCAB_SIZE = 8192
 BATCH_SIZE = 64  # comments
 SEED = 0
 HALVES = {"judge": "judge_a", "eval_judge": "judge_b"}  # the split that each one is trained on
-
-
-def named_judges(cfg, device):
-    """Load the judges that the settings name by a file or a published name -> {role: judge}."""
-    judges = {}
-    for role in HALVES:
-        name = getattr(cfg, role)
-        if name in (None, "train"):
-            continue
-
-        # one judge for both is no independent check, and is loaded once
-        if judges and name == cfg.judge:
-            print(f"note: eval_judge is also the judge that gives the reward, {name}: it is not an "
-                  "independent check")
-            judges[role] = judges["judge"]
-        else:
-            judges[role] = load_judge(name, device)
-    return judges
-
-
-def trained_judges(cfg, splits, device, may_train=True):
-    """Load the judges that the settings call "train" -> {role: judge}. They are trained at first
-    use, into cfg.cache_dir."""
-    held_out = splits["train_prompts"] + splits["eval_prompts"]
-    judges = {}
-    for role, half in HALVES.items():
-        if getattr(cfg, role) == "train":
-            comments = even_lengths(splits[half], SEED)
-
-            def make(path):
-                train_judge(path, half, comments, held_out, cfg, device)
-
-            made_of = (comments, SHAPE, VOCAB_SIZE, cfg.judge_tokens, SEED)
-            judges[role] = load_judge(made_once(cfg, half, made_of, make, may_train), device)
-    return judges
-
-
-def all_judges(cfg, inputs, may_train=True):
-    """The judges of a run -> {role: judge}: those that were read (inputs.judges), and those that
-    are trained at first use."""
-    with rank0_first():
-        return inputs.judges | trained_judges(cfg, inputs.splits, inputs.device, may_train)
-
-
-# ------------------------------------------------------------------------------------------------
-# training
 
 
 def print_base(name, scores, toxic):
@@ -161,3 +114,18 @@ def auc(scores, toxic):
     below = torch.searchsorted(clean, found)
     not_above = torch.searchsorted(clean, found, right=True)
     return float((below + not_above).double().mean() / (2 * len(clean)))
+
+
+def made_judge(cfg, role, device, may_train=True):
+    """Path of the judge "train" of a role, "judge" or "eval_judge". It is trained at first use, into
+    cfg.cache_dir."""
+    splits = load_splits(cfg)
+    held_out = splits["train_prompts"] + splits["eval_prompts"]
+    half = HALVES[role]
+    comments = even_lengths(splits[half], SEED)
+
+    def make(path):
+        train_judge(path, half, comments, held_out, cfg, device)
+
+    made_of = (comments, SHAPE, VOCAB_SIZE, cfg.judge_tokens, SEED)
+    return made_once(cfg, half, made_of, make, may_train)

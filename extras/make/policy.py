@@ -6,16 +6,24 @@ import torch
 from torch.nn import functional as F
 
 from common.device import autocast, pick_dtype
-from common.processes import rank0_first
 from common.script import BadInput, shown
-from common.supervised import fit, made_once
+from data.comments import load_splits
 from data.tokenizer import load_tokenizer
-from data.weights import load_gpt, save_gpt
-from model import GPT, Policy
-from run.policy import SHAPE, new_policy
+from data.weights import save_gpt
+from extras.make.supervised import fit, made_once
+from model import GPT, GPTConfig, Policy
 
+# the settings that give a new policy its shape: the first fields of GPTConfig, in their order
+SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
 SEED = 0
 BATCH_SIZE = 48  # windows of block_size tokens
+
+
+def new_policy(cfg):
+    """Make a policy of the shape in the settings, with random weights."""
+    if cfg.n_embd % cfg.n_head:
+        raise BadInput(f"n_embd = {cfg.n_embd}: must be a multiple of n_head = {cfg.n_head}")
+    return Policy(GPTConfig(*(getattr(cfg, name) for name in SHAPE)))
 
 
 def made_up_texts(cfg, n, seed):
@@ -117,12 +125,13 @@ def pretrain(cfg, path, texts, held_out, device):
     print(f"policy: held-out loss {loss:.3f} nats per token")
 
 
-def get_policy(cfg, splits, device, may_train=True):
-    """The policy "train" on the CPU. It is pretrained at first use, into cfg.cache_dir."""
+def made_policy(cfg, device, may_train=True):
+    """Path of the policy "train". It is pretrained at first use, into cfg.cache_dir."""
     if "texts" in cfg.functions:
         texts = made_up_texts(cfg, 1000, SEED)      # enough to tell them from others
         held_out = made_up_texts(cfg, 1000, SEED + 1)
     else:
+        splits = load_splits(cfg)
         texts = [text for half in ("judge_a", "judge_b") for text, _ in splits[half]]
         held_out = [text for text, _ in splits["eval_prompts"]]
 
@@ -133,12 +142,4 @@ def get_policy(cfg, splits, device, may_train=True):
     made_of = (texts, shape, cfg.pretrain_tokens, SEED, BATCH_SIZE)
     kind = "policy" if Policy is GPT else f"policy-{Policy.__name__}"
     name = f"{kind}-{cfg.n_layer}x{cfg.n_embd}"
-    return load_gpt(made_once(cfg, name, made_of, make, may_train))
-
-
-def base_policy(cfg, inputs, may_train=True):
-    """The policy before training, frozen, on the run's device: what was read (inputs.base), or the
-    policy "train"."""
-    with rank0_first():
-        base = inputs.base or get_policy(cfg, inputs.splits, inputs.device, may_train)
-    return base.to(inputs.device).eval().requires_grad_(False)
+    return made_once(cfg, name, made_of, make, may_train)

@@ -1,10 +1,12 @@
-"""Supervised training of the default policy and the judges: once, and its loop."""
+"""What making a policy and making a judge have in common: once, and the loop of training."""
 import math
 import os
 import tempfile
 import time
 
 from common.files import load_file, load_optimizer, load_weights, save_file, undamaged
+from common.processes import rank0_first
+from common.progress import Progress
 from common.script import BadInput, key_of
 
 SAVE_SECONDS = 20
@@ -16,12 +18,13 @@ def made_once(cfg, name, made_of, make, may_train):
     path = os.path.join(cfg.cache_dir, f"{name}-{key_of(made_of)}.pt")
 
     # the name says what it is made of: a file of that name is it
-    if not os.path.exists(path):
-        if not may_train:
-            raise BadInput(f"{path}: is missing, and this run is made of it; make it again: "
-                           f"python pretrain.py {cfg.out_dir}")
-        check_writable(cfg.cache_dir)       # before minutes of training
-        make(path)
+    with rank0_first():
+        if not os.path.exists(path):
+            if not may_train:
+                raise BadInput(f"{path}: is missing, and this run is made of it; make it again: "
+                               f"python -m extras.make {cfg.out_dir}")
+            check_writable(cfg.cache_dir)       # before minutes of training
+            make(path)
     print(f"{name}: {path}")
     return path
 
@@ -59,30 +62,6 @@ def load_partial(partial, model, optimizers, label, steps):
             raise ValueError(f"step {content['step']}")
         print(f"{label}: continues from step {content['step']} of {steps} ({partial})")
         return content["step"]
-
-
-class Progress:
-    """How far a long task is and how long it will take, printed at most every ten seconds. start:
-    how much of the total was done before."""
-
-    EVERY = 10
-
-    def __init__(self, label, unit, total, start=0):
-        self.label = label
-        self.unit = unit
-        self.total = total
-        self.start = start
-        self.began = time.monotonic()
-        self.last = self.began
-
-    def is_due(self):
-        return time.monotonic() - self.last > self.EVERY
-
-    def show(self, done, about=""):
-        self.last = time.monotonic()
-        left = (self.last - self.began) / (done - self.start) * (self.total - done)
-        print(f"{self.label}: {self.unit} {done}/{self.total}, {about}{left:.0f} s left",
-              flush=True)
 
 
 def fit(model, optimizers, loss_at, steps, partial, label):

@@ -1,0 +1,30 @@
+"""Make the policy and the judges that the settings call "train", and print the names of their files.
+
+    python -m extras.make extras/make/config/toxicity.py
+
+makes those of the default job. grpo.py makes what is missing at first use, too.
+"""
+from common.script import BadInput, run_script     # before torch: see common
+
+from common.device import machine, pick_device, pick_dtype
+from extras.make.judges import HALVES, made_judge
+from extras.make.policy import made_policy
+from run.settings import load_settings, usage
+
+
+def main(argv):
+    cfg = load_settings(argv)
+    roles = [role for role in HALVES if getattr(cfg, role) == "train"]
+    if cfg.policy != "train" and not roles:
+        raise BadInput(f"policy = {cfg.policy!r}, judge = {cfg.judge!r}, eval_judge = "
+                       f"{cfg.eval_judge!r}: nothing to train; --policy=train trains a new one")
+    device = pick_device(cfg.device, cfg.threads)
+    print(machine(cfg.device, device, pick_dtype(cfg.dtype, device)))
+    if cfg.policy == "train":
+        made_policy(cfg, device)
+    for role in roles:
+        made_judge(cfg, role, device)
+
+
+if __name__ == "__main__":
+    run_script(main, usage)
