@@ -1,4 +1,4 @@
-"""Make the policy and the judges that the settings call "train", and print the names of their files.
+"""Make the policy and the judges that the settings call "train", and print their files' names.
 
     python -m extras.make extras/make/config/toxicity.py
 

@@ -117,8 +117,8 @@ def auc(scores, toxic):
 
 
 def made_judge(cfg, role, device, may_train=True):
-    """Path of the judge "train" of a role, "judge" or "eval_judge". It is trained at first use, into
-    cfg.cache_dir."""
+    """Path of the judge "train" of a role, "judge" or "eval_judge". It is trained at first use,
+    into cfg.cache_dir."""
     splits = load_splits(cfg)
     held_out = splits["train_prompts"] + splits["eval_prompts"]
     half = HALVES[role]

@@ -119,8 +119,9 @@ class GRUPolicy(nn.Module):
 def made(tiny, tmp_path):
     """made("--max_iters=1", ...) runs grpo.py here with a policy that is made first."""
     def start(out_dir, *argv):
-        flags = ["--policy=train", *SHAPE, f"--cache_dir={tmp_path}/cache", "--pretrain_tokens=4000"]
-        return printed(grpo.main, [*tiny.flags, *tiny.judges, *flags, f"--out_dir={out_dir}", *argv])
+        flags = ["--policy=train", *SHAPE, "--pretrain_tokens=4000",
+                 f"--cache_dir={tmp_path}/cache", f"--out_dir={out_dir}"]
+        return printed(grpo.main, [*tiny.flags, *tiny.judges, *flags, *argv])
     return start
 
 
