@@ -5,6 +5,7 @@ Measure what an iteration costs, and whether the fast paths hold on this machine
     python -m extras.bench config/toxicity.py vs --tracin=self vs --compile=True     # in turns
     python -m extras.bench trl config/toxicity.py      # beside TRL's GRPOTrainer
     python -m extras.bench tape                        # influence beside forward and backward alone
+    python -m extras.bench ladder config/toxicity.py   # what does each technique for speed give?
 
 For each variant a line of JSON has the tokens/s by phase and the share of the device's peaks. A
 single variant ends in a card, a block to paste into a report: every part of the project on small
@@ -35,6 +36,7 @@ import torch
 
 from common.script import BadInput, optional, own_flags, run_script, seed_for
 from extras.bench.card import about, print_card, try_parts
+from extras.bench.ladder import print_ladder
 from extras.bench.phases import now, print_phases
 from extras.bench.shapes import compare_tape
 from run.check import check_extras
@@ -215,11 +217,23 @@ def rounds_of_trl(trl, setup, cfg, folder, repeat):
             for start, end, count in zip(ends, ends[1:], tokens[1:])]
 
 
+def climb(argv, repeat):
+    """Measure each technique, in plain float32 first."""
+    # a policy that hardly moves: each row then samples the same completions, up to rounding
+    cfg = replace(load_settings(argv), eval_judge=None, learning_rate=1e-12)
+    given = replace(cfg, dtype="float32", compile=False)
+    setup = make_nets(given)
+    torch.set_num_threads(cfg.threads or THREADS)
+    print_ladder(setup, cfg, repeat)
+
+
 def main(argv):
     own, flags = own_flags(argv, {"repeat": 5, "card": True})
     repeat = own["repeat"]
     if flags[:1] == ["trl"]:
         beside_trl(flags[1:], repeat)
+    elif flags[:1] == ["ladder"]:
+        climb(flags[1:], repeat)
     elif flags == ["tape"]:
         compare_tape(repeat)
     else:

@@ -14,9 +14,10 @@ import grpo
 import loss
 import tracin
 from common.files import ROOT
-from extras.bench import card, phases
+from extras.bench import card, ladder, phases
 from rollout import completion_logprobs
-from worlds import assert_refused, printed, read_rows, settings, setup_of
+from worlds import (
+    assert_near, assert_refused, mean_token, printed, read_rows, settings, setup_of)
 
 CPU = torch.device("cpu")
 
@@ -213,3 +214,42 @@ def test_what_is_typed_wrong_is_one_line(quick):
     assert_refused("tracing", bench.main, [*quick, "vs", "--tracing=self"])
     for argv in (["vs"], ["vs", "--tracin=self"], [*quick, "vs"]):
         assert_refused("vs", bench.main, argv)
+
+
+# ------------------------------------------------------------------------------------------------
+# the ladder
+
+
+def test_each_rung_adds_its_technique_and_changes_no_number(monkeypatch):
+    """A row has what stands above it, and not what follows; all rows give the same log-probs."""
+    cfg = settings(mean_token, beta=0.1, micro_batch_size=5)
+    setup = setup_of(cfg, lr=0)
+    techniques = {rung.name: rung.off(setup) for rung in ladder.rungs_for(setup, cfg)}
+    assert "attention by formula" in techniques and "graph" not in techniques, "this is a CPU"
+    found = []
+    off = []
+
+    def timed(setup, cfg, it):
+        off.append([name for name, places in techniques.items()
+                    if all(getattr(thing, what) is value for thing, what, value in places)])
+        found.append(phases.timed_iteration(setup, cfg, 0))
+        return found[-1]
+
+    monkeypatch.setattr(ladder, "timed_iteration", timed)
+    printed_lines = printed(ladder.print_ladder, setup, cfg, 1).splitlines()
+    names = ["plain float32", *techniques]
+    assert off == [names[i:] for i in range(1, len(names) + 1)] * 2
+    for _, r in found[1:]:
+        assert (r.tokens == found[0][1].tokens).all()
+        assert_near(r.logp, found[0][1].logp, 1e-5)
+    rows = json.loads(printed_lines[-1])["ladder"]
+    assert [row["row"] for row in rows] == names
+    assert all(row["gain"] > 0 for row in rows[1:])
+    assert loss.micro_batches is grpo.micro_batches is not ladder.unsorted, "it is left behind"
+
+
+def test_every_rung_of_a_gpu_names_what_is_there():
+    setup = setup_of(settings())
+    for rung in ladder.RUNGS:
+        for thing, what, _ in rung.off(setup):
+            assert hasattr(thing, what), f"{rung.name}: {thing} has no {what}"
