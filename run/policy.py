@@ -45,7 +45,7 @@ def trainable(base, cfg):
         policy.value_head = ValueHead(weight.shape[1]).to(weight)
 
     policy.recompute = cfg.activation_checkpointing
-    return policy
+    return policy.eval()    # without dropout: trainer and sampler must agree about every token
 
 
 def reference_for(policy, base, cfg):

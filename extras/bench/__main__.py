@@ -6,6 +6,7 @@ Measure what an iteration costs, and whether the fast paths hold on this machine
     python -m extras.bench trl config/toxicity.py      # beside TRL's GRPOTrainer
     python -m extras.bench tape                        # influence beside forward and backward alone
     python -m extras.bench ladder config/toxicity.py   # what does each technique for speed give?
+    python -m extras.bench fits                        # which models fit on a card, by count
 
 For each variant a line of JSON has the tokens/s by phase and the share of the device's peaks. A
 single variant ends in a card, a block to paste into a report: every part of the project on small
@@ -36,6 +37,7 @@ import torch
 
 from common.script import BadInput, optional, own_flags, run_script, seed_for
 from extras.bench.card import about, print_card, try_parts
+from extras.bench.fits import print_fits
 from extras.bench.ladder import print_ladder
 from extras.bench.phases import now, print_phases
 from extras.bench.shapes import compare_tape
@@ -234,6 +236,8 @@ def main(argv):
         beside_trl(flags[1:], repeat)
     elif flags[:1] == ["ladder"]:
         climb(flags[1:], repeat)
+    elif flags == ["fits"]:
+        print_fits()
     elif flags == ["tape"]:
         compare_tape(repeat)
     else:

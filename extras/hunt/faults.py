@@ -162,7 +162,7 @@ FAULTS = [
         "beta holds nothing: the log says that the policy has hardly moved, the table says that it "
         "is far away.",
         "step", "grpo.py",
-        "    reference = reference_for(policy, base, cfg)\n",
+        "    reference = reference_for(policy, inputs.base, cfg)\n",
         "    reference = policy\n",
         "Two names of one model. What the optimizer does to the policy it does to the reference, "
         "so the KL never grows beyond what one iteration does.",

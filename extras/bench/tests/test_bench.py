@@ -14,7 +14,7 @@ import grpo
 import loss
 import tracin
 from common.files import ROOT
-from extras.bench import card, ladder, phases
+from extras.bench import card, fits, ladder, phases
 from rollout import completion_logprobs
 from worlds import (
     assert_near, assert_refused, mean_token, printed, read_rows, settings, setup_of)
@@ -214,6 +214,24 @@ def test_what_is_typed_wrong_is_one_line(quick):
     assert_refused("tracing", bench.main, [*quick, "vs", "--tracing=self"])
     for argv in (["vs"], ["vs", "--tracin=self"], [*quick, "vs"]):
         assert_refused("vs", bench.main, argv)
+
+
+# ------------------------------------------------------------------------------------------------
+# what fits
+
+
+def test_what_fits_is_near_what_a_card_measured():
+    """An H100 took 8.4 GB, and 13.3 with influence: see docs/gpus.md."""
+    gpt2 = fits.SHAPES["GPT-2 (124M)"]
+    plain = fits.memory_of(gpt2, 128, 10, 128, 64)
+    more = fits.memory_of(gpt2, 128, 10, 128, 64, influence=True)
+    assert 0.95 * 8.4 < fits.total(plain) < 1.1 * 8.4
+    assert 13.3 < fits.total(more) < 1.25 * 13.3, "a count is on the safe side"
+
+
+def test_the_page_has_the_table_of_what_fits():
+    with open(f"{ROOT}/docs/gpus.md", encoding="utf-8") as f:
+        assert printed(fits.print_fits) in f.read(), "python -m extras.bench fits"
 
 
 # ------------------------------------------------------------------------------------------------
