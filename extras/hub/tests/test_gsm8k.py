@@ -40,7 +40,8 @@ def test_it_runs_on_a_random_model_of_that_form(tmp_path, monkeypatch):
     model = make_chat(str(tmp_path / "model"))
     printed(grpo.main, [
         str(tmp_path / "short.py"), f"--policy={model}", f"--out_dir={tmp_path}/run",
-        "--max_iters=1", "--num_prompts=2", "--num_generations=2", "--num_eval_prompts=2", "--threads=1",
+        "--max_iters=1", "--num_prompts=2", "--num_generations=2", "--num_eval_prompts=2",
+        "--threads=1",
         "--num_eval_generations=2", "--max_completion_length=8", "--device=cpu",
         "--dtype=float32", "--lora_rank=2"])
     evals = read_rows(tmp_path / "run" / "eval.jsonl")
