@@ -4,7 +4,6 @@ devices, exit codes, signals, output that nobody reads.
 """
 import errno
 import io
-import math
 import os
 import signal
 import subprocess
@@ -13,17 +12,14 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 import common.device
-from common.device import free_memory, machine, pick_device, pick_dtype
+from common.device import machine, pick_device, pick_dtype
 from common.files import (
     ROOT, load_file, read_log, read_rows, replacing, save_file, write_json)
 from common.script import BadInput, hash_of, interrupts, run_script
 from data.weights import load_gpt, save_gpt
-from run.settings import Settings
-from worlds import assert_refused, random_gpt, random_ids, refusal
+from worlds import assert_refused, random_gpt, refusal
 
 CPU = torch.device("cpu")
 
@@ -220,35 +216,6 @@ def test_a_command_says_what_it_computes_on_and_why_not_on_a_gpu(monkeypatch):
     assert "13.0" in found and "too old (found version 12020)" in found
     assert "CUDA" not in line("cpu", "13.0"), "the CPU was asked for"
     assert "CUDA" not in line("auto", None), "a torch for CPUs"
-
-
-def test_a_rollout_that_cannot_fit_into_memory_is_refused(monkeypatch):
-    assert 2 ** 20 < free_memory(CPU) < 2 ** 50
-    monkeypatch.setattr(common.device, "free_memory", lambda device: 16 * 2 ** 30)
-
-    def checked(**knobs):
-        common.device.check_fits(
-            Settings(n_layer=12, n_embd=768, max_completion_length=128, **knobs), CPU)
-
-    checked()
-    assert_refused(("256000", "n_layer"), checked, num_prompts=32_000)
-    checked(num_prompts=32_000, decode_batch_size=64)
-
-
-def test_influence_that_may_not_fit_into_memory_is_announced(monkeypatch, capsys):
-    """GPT-2 and completions of 128 tokens: 128 rows fit a card of 16 GB, 512 do not."""
-    monkeypatch.setattr(common.device, "free_memory", lambda device: 16 * 2 ** 30)
-
-    def said(rows, **knobs):
-        knobs = dict(n_layer=12, n_embd=768, num_generations=8, num_prompts=rows // 8,
-                     max_completion_length=128, micro_batch_size=16, tracin="reward") | knobs
-        common.device.warn_of_influence(Settings(vocab_size=50257, **knobs), CPU, torch.bfloat16)
-        return capsys.readouterr().out
-
-    assert "mini_batch_size" in said(512)
-    assert said(128) == ""
-    for fits in (dict(mini_batch_size=128), dict(tracin="off"), dict(lora_rank=4)):
-        assert said(512, **fits) == "", fits
 
 
 # ------------------------------------------------------------------------------------------------
