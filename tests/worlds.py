@@ -24,7 +24,6 @@ import json
 import os
 import random
 import runpy
-from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
