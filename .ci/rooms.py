@@ -36,12 +36,11 @@ def python(top, *argv):
     return "\n".join(lines).strip(), done.returncode
 
 
-def digits_of(top, cache):
+def digits_of(top):
     """{what: digits, as text} of the runs and of the commands that look at them, without times."""
     found = {}
     for name, flags in RUNS.items():
-        folders = [f"--out_dir=out/{name}", f"--cache_dir={cache}"]
-        text, code = python(top, "grpo.py", *flags, *SMALL, *folders)
+        text, code = python(top, "grpo.py", *flags, *SMALL, f"--out_dir=out/{name}")
         if code:
             sys.exit(text)
         for log in ("metrics", "samples", "eval"):
@@ -60,11 +59,11 @@ def main(argv):
     names = [name for name in argv if name != "--fast"] or [*entries, "all"]
     failed = []
     with tempfile.TemporaryDirectory() as folder:
-        whole = digits_of(shutil.copytree(ROOT, f"{folder}/whole", ignore=NOT_COPIED), folder)
+        whole = digits_of(shutil.copytree(ROOT, f"{folder}/whole", ignore=NOT_COPIED))
         for name in names:
             top = shutil.copytree(ROOT, f"{folder}/{name}", ignore=NOT_COPIED)
             shutil.rmtree(f"{top}/extras" if name == "all" else f"{top}/extras/{name}")
-            found = digits_of(top, folder)
+            found = digits_of(top)
             others = [what for what in found if found[what] != whole[what]]
             text, code = python(top, "-m", "pytest", "-q", *tests)
             said = f"OTHER DIGITS: {', '.join(others)}" if others else "the same digits"
