@@ -294,6 +294,7 @@ class Call:
                 tape.keep(p, found.rounded(self.dtype))
         if not tape.summing:
             self.x = None
+            tape.done = True
 
 
 # ------------------------------------------------------------------------------------------------
@@ -308,13 +309,16 @@ class Tape:
     parameters are those of layers in KINDS. Rows are numbered 0, 1, .., num_rows - 1.
 
     Rows are the first dimension of what a layer is given; for other layers see `flat` of rows().
-    Each forward has one backward. Records hold every layer's input and its output's gradient.
+    Each forward has one backward, and rows() is called before the next forward. The tape forms the
+    gradients, so that .grad is None after the block: set p.grad before optimizer.step(). Records
+    hold every layer's input and its output's gradient.
     Each process records rows of its own; results cover all processes. all_reduce(tensors) sums
     tensors in place over processes.
 
     What the tape cannot handle it refuses by name. Only check_exact notices dropout, a loss or a
-    model that mixes rows, or sorts them and puts them back, hooks on all modules of torch, and
-    inputs with time first (T, B, C).
+    model that mixes rows, or sorts them and puts them back, hooks on all modules of torch, inputs
+    with time first (T, B, C), and relative positions looked up as (T, T) where T is the number of
+    rows.
     """
 
     def __init__(self, model, num_rows, all_reduce=lambda tensors: None):
@@ -330,6 +334,7 @@ class Tape:
         self.numbers = self.everyone[:0]
         self.flat = {}          # {module: numbers (M,) of its tokens' rows}
         self.given = {}         # {module in flat: tokens that it has been given}
+        self.done = False       # their backward has begun
 
         # what they leave
         self.records = {p: [] for p in self.names}
@@ -358,6 +363,7 @@ class Tape:
         for module, owners in flat.items():
             self.flat |= dict.fromkeys(module.modules(), self.numbers[owners.to(self.device)])
         self.given = dict.fromkeys(self.flat, 0)
+        self.done = False
 
     def rows_of(self, layer, module, x):
         """The row of each entry of x's first dimension: (k,)."""
@@ -380,7 +386,16 @@ class Tape:
 
     # while a `with` block runs: the hooks
 
+    def check_trained(self):
+        for p, name in trained_parameters(self.model).items() ^ self.names.items():
+            refuse(name, "frozen or unfrozen after its Tape was made: make a new one")
+
+    def check_recorded(self):
+        if len(self.numbers) and not any(self.records.values()):
+            refuse("Tape", "no backward of its model was seen: was a copy of the model called?")
+
     def __enter__(self):
+        self.check_trained()
         self.handles = []
         for module in self.layers:
             self.handles.append(module.register_forward_pre_hook(self.before_forward))
@@ -396,8 +411,8 @@ class Tape:
             p.requires_grad_(True)
         if error[0] is None:
             self.check_flat()
-            for p, name in trained_parameters(self.model).items() ^ self.names.items():
-                refuse(name, "frozen or unfrozen after its Tape was made: make a new one")
+            self.check_trained()
+            self.check_recorded()
 
     def before_forward(self, module, inputs):
         """Freeze the weights: no .grad is to be made."""
@@ -423,6 +438,8 @@ class Tape:
             return observe_gradient(out, lambda b: refuse(
                 layer.name, "computed again in a backward of its own, where its rows are unknown: "
                 "set use_reentrant=False"))
+        if self.done:
+            refuse(layer.name, "a forward after a backward of these rows: call rows() before it")
         return observe_gradient(out, Call(self, layer, module, inputs[0]).record)
 
     def keep(self, p, found):

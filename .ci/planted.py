@@ -372,6 +372,13 @@ MISTAKES = [
          "a * weights.to(a.dtype)")),
     *of("tape.py", "test_tape.py::test_what_it_cannot_see_is_named",
         ("a second backward counts twice", "            self.x = None", "            pass")),
+    *of("tape.py", "test_tape.py::test_a_second_forward_needs_rows_of_its_own",
+        ("rows() is forgotten", "tape.done = True", "pass")),
+    *of("tape.py", "test_tape.py::test_a_tape_that_saw_nothing_does_not_answer_0",
+        ("a copy of the model was called", "            self.check_recorded()", "            pass")),
+    *of("tape.py", "test_tape.py::test_a_layer_frozen_before_the_block_is_named",
+        ("frozen before the block", "        self.check_trained()\n        self.handles",
+         "        self.handles")),
 
     # test_influence.py
     *of("tracin.py", "test_influence.py::test_which_held_out_rollouts_are_the_target",

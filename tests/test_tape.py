@@ -5,6 +5,7 @@ code with it.
 J (n, P) holds the gradient of every row, one line each, so that what a tape answers is linear
 algebra: w @ J and J @ G.
 """
+import copy
 import functools
 from types import SimpleNamespace
 
@@ -318,6 +319,29 @@ def test_what_it_cannot_see_is_named(what):
     assert name in refusal(taped, model, lambda: act(model, x))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_second_forward_needs_rows_of_its_own():
+    """Else rows of the second micro-batch would count for those of the first."""
+    model, x = two_layers(), noise(8, 5)
+
+    def backward():
+        model(x).sum().backward()
+
+    assert "rows()" in refusal(taped, model, lambda: [backward(), backward()])
+
+
+def test_a_tape_that_saw_nothing_does_not_answer_0():
+    model, x = two_layers(), noise(8, 5)
+    twin = copy.deepcopy(model)
+    assert "copy" in refusal(taped, model, lambda: twin(x).sum().backward())
+
+
+def test_a_layer_frozen_before_the_block_is_named():
+    model = two_layers()
+    tape = Tape(model, 8)
+    model[2].bias.requires_grad_(False)
+    assert "2.bias" in refusal(tape.__enter__)
 
 
 def test_a_model_that_was_compiled_before_is_refused():
