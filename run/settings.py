@@ -395,8 +395,8 @@ ELSEWHERE = {
     "per_device_train_batch_size": "micro_batch_size, completions per forward and backward",
     "gradient_accumulation_steps": "num_prompts * num_generations / micro_batch_size",
     "num_train_epochs": "max_iters, which counts iterations of num_prompts prompts",
-    "max_prompt_length": "block_size, for a prompt and its completion together",
-    "max_length": "block_size, for a prompt and its completion together",
+    "max_prompt_length": "what the policy's positions leave beside max_completion_length",
+    "max_length": "max_completion_length, without the prompt",
     "kl_target": "beta, which is constant (docs/running.md)",
     "target_kl": "beta, which is constant (docs/running.md)",
     "adaptive_kl": "beta, which is constant (docs/running.md)"}
