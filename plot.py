@@ -17,8 +17,7 @@ import textwrap
 
 from common.files import read_log, replacing, undamaged
 from common.script import BadInput, exit_codes, optional, own_flags, run_script
-from run.checkpoint import FREE
-from run.settings import read_run
+from run.settings import read_run, settings_that_are
 
 with exit_codes(), optional("matplotlib"):      # without it: one line
     import matplotlib
@@ -70,7 +69,7 @@ def kind_of(folder):
     if not os.path.exists(f"{folder}/config.json"):     # logs alone: a colour of its own
         return folder
     run = read_run(folder)
-    free = (*FREE, "cache_dir", "seed")
+    free = ("seed", *settings_that_are("free"))
     kept = {name: x for name, x in run["settings"].items() if name not in free}
     return json.dumps([kept, run["source"]])
 

@@ -236,9 +236,9 @@ MISTAKES = [
         "test_trl.py::test_the_values_share_the_policys_forward_pass",
         ("a value head of its own (TRL's PPO)", "policy.value_head(states.h)",
          "policy.value_head(states.h.detach())")),
-    *of("run/settings.py", "test_trl.py::test_the_critic_starts_without_a_clip",
-        ("a clip of values (TRL's PPO)", "value_clip: float | None = None",
-         "value_clip: float | None = 0.2")),
+    *of("extras/critic/settings.py", "test_trl.py::test_the_critic_starts_without_a_clip",
+        ("a clip of values (TRL's PPO)", "value_clip: Above0 | None = None",
+         "value_clip: Above0 | None = 0.2")),
 
     *of("grpo.py", "test_step.py::test_passes_mini_batches_and_micro_batches",
         ("the first pass's mini-batches again (TRL 21)",
@@ -611,7 +611,7 @@ MISTAKES = [
         ("001, own parts: gone",
          'if m["tracin/self_share"] > 0.5 and is_small and not', "if False and not")),
     *of("run/settings.py", "test_notes.py::test_each_part_of_an_iteration_has_its_line",
-        ("002, the numbered lines: gone", "log_micro: bool = True ", "log_micro: bool = False ")),
+        ("002, the numbered lines: gone", "log_micro: Free[bool] = True ", "log_micro: Free[bool] = False ")),
 
     # test_report.py
     *of("run/flags.py", "test_notes.py::test_each_warning_fires_in_its_case_alone",

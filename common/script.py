@@ -157,11 +157,12 @@ def exit_codes():
 
 
 def call(main, argv, usage):
-    if "--help" in argv or "-h" in argv:
-        text = usage(True) if usage else main.__globals__["__doc__"]
+    if {"--help", "--help=all", "-h"} & {*argv}:
+        which = "all" if "--help=all" in argv else "first"
+        text = usage(which) if usage else main.__globals__["__doc__"]
         print(text.strip())
     elif usage and not argv:
-        print(usage(False).strip())
+        print(usage().strip())
         sys.exit(2)
     else:
         main(argv)
@@ -170,8 +171,8 @@ def call(main, argv, usage):
 def run_script(main, usage=None):
     """Call main(argv) as a command: see exit_codes.
 
-    --help prints usage(True), or the text at the top of main's file. A command that has a usage and
-    is called without arguments prints usage(False) and starts nothing.
+    --help prints usage("first"), --help=all usage("all"), or the text at the top of main's file. A
+    command that has a usage and is called without arguments prints usage() and starts nothing.
     """
     join()
     if rank_and_size()[0] > 0:

@@ -4,42 +4,26 @@ import os
 import typing
 
 from common.files import ROOT, read_json
+from common.kinds import Range, at_least, kinds_of
 from common.script import BadInput, shown
 
-AT_LEAST = {        # all other numbers: 0
-    "save_interval": 1, "vocab_size": 257,      # the bytes and the end token
-    "block_size": 2, "n_layer": 1, "n_head": 1, "n_embd": 1, "pretrain_tokens": 1,
-    "judge_tokens": 1, "num_prompts": 1, "num_generations": 1, "max_completion_length": 1,
-    "temperature": 1e-6, "sapo_temperature_neg": 1e-6, "sapo_temperature_pos": 1e-6,
-    "max_resamples": 1, "num_iterations": 1, "micro_batch_size": 1, "eval_temperature": 1e-6,
-    "num_eval_prompts": 1, "num_eval_generations": 1,
-}
-AT_MOST = {
-    "max_iters": 999_999,       # six digits in the names of checkpoints
-    "threads": max(64, os.cpu_count()), "top_p": 1, "min_p": 1, "gae_gamma": 1, "gae_lambda": 1,
-    "top_entropy_quantile": 1, "ref_model_mixup_alpha": 1, "tracin_fraction": 1,
-    "lora_rank": 4096, "num_eval_generations": 4096,    # far beyond use: memory would end first
-}
-# settings that may be paths of this machine
-PATHS = ("out_dir", "cache_dir", "comments", "prompts", "eval_prompts", "policy", "judge",
-         "eval_judge")
 BUNDLED = ("weights/policy.pt", "weights/judge.pt", "weights/eval_judge.pt")
-ABOVE_0 = ("learning_rate", "adam_eps", "top_p", "top_entropy_quantile", "value_clip")
-BELOW_1 = ("adam_beta1", "adam_beta2", "tracin_target_ema")     # a decay of 1 would never update
 
 
 def check(cfg):
     """Raise BadInput for the first setting that cannot work. Fill in None, and the home folder for
     a ~ at the beginning of a path. Return cfg."""
-    hints = typing.get_type_hints(type(cfg))
-
-    # fill in what a shell leaves, and where bundled files lie now
-    for name in hints.keys() & set(PATHS):
-        setattr(cfg, name, moved(at_home(name, getattr(cfg, name))))
-
-    # each setting by itself
+    types = typing.get_type_hints(type(cfg))
+    hints = typing.get_type_hints(type(cfg), include_extras=True)
     for name, value in cfg.public().items():
-        if wanted := what_it_must_be(name, value, hints[name]):
+        # fill in what a shell leaves, and where bundled files lie now
+        kinds = kinds_of(hints[name])
+        if "path" in kinds:
+            value = moved(at_home(name, value))
+            setattr(cfg, name, value)
+
+        # each setting by itself
+        if wanted := what_it_must_be(value, types[name], kinds):
             raise BadInput(f"{name} = {shown(value)}: must be {wanted}")
 
     # those that must fit together
@@ -77,43 +61,22 @@ def moved(path):
     return path
 
 
-def is_text(name, value):
-    """Whether a text can be written to a file, or a path be one of this machine."""
-    try:
-        if name in PATHS:
-            os.fsencode(value)
-        else:
-            value.encode()
-    except UnicodeEncodeError:      # half a character
-        return False
-    return value != "" and "\0" not in value
-
-
-def what_it_must_be(name, value, hint):
-    """What this value of a setting must be and is not; "" if it is good by itself."""
+def what_it_must_be(value, hint, kinds):
+    """What the value of a setting must be and is not, by its type and by what is written beside it
+    (common/kinds.py); "" if it is good by itself."""
     choices = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Literal and value not in choices:
         return f"one of {', '.join(choices)}"
-
-    # text must be something that files and shells can hold
-    texts = value if type(value) is tuple else (value,)
-    if not all(is_text(name, text) for text in texts if type(text) is str):
-        return "text that is not empty and has no NUL and no half character"
+    if value == "":
+        return "text that is not empty"
 
     # numbers: also finite, and no larger than what torch and JSON can hold
     if type(value) not in (int, float):
         return ""
     if not abs(value) < 2 ** 63:    # or NaN
         return "a number below 2 ** 63"
-    if name in ABOVE_0 and value <= 0:
-        return "above 0"
-    if value < AT_LEAST.get(name, 0):
-        return f"at least {AT_LEAST.get(name, 0)}"
-    if name in BELOW_1 and value >= 1:
-        return "below 1"
-    if name in AT_MOST and value > AT_MOST[name]:
-        return f"at most {AT_MOST[name]}"
-    return ""
+    ranges = [kind for kind in kinds if isinstance(kind, Range)]
+    return next((x.words for x in (*ranges, at_least(0)) if not x.holds(value)), "")
 
 
 def is_run(path):

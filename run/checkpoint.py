@@ -29,11 +29,9 @@ from common.script import BadInput, hash_of, shown
 from run.inputs import changed_inputs, of_prompts
 from run.optimizer import (
     differing, load_state, name_of, settings_of_groups, state_of)
-from run.settings import load_settings
+from run.settings import load_settings, settings_that_are
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
-# settings that may differ in the same run
-FREE = ("out_dir", "log_micro", "wandb_project", "threads", "keep_checkpoints")
 COUNTS = ("iteration", "num_tokens", *LOGS)     # in a checkpoint; of a log its size in bytes
 TABLES = ("settings", "shape", "policy")
 
@@ -166,9 +164,10 @@ def changed_settings(before, cfg):
     """{name: (value before, value now)} of the settings that make it another run. One that was not
     there before had its default."""
     changed = {}
+    free = settings_that_are("free")
     for name, now in cfg.public().items():
         was = before.get(name, getattr(type(cfg), name))
-        if name not in FREE and json.dumps(was, default=str) != json.dumps(now):
+        if name not in free and json.dumps(was, default=str) != json.dumps(now):
             changed[name] = was, now
     return changed
 

@@ -11,13 +11,11 @@ from filelock import FileLock, Timeout
 from common.files import flush, is_plain
 from common.script import BadInput, shown
 from run.checkpoint import LOGS, changed_settings, checkpoints, iterations_of
-from run.settings import read_run
+from run.settings import read_run, settings_that_are
 
 LOCK = ".lock"
 # files that are written under a temporary name first
 WRITTEN = ("ckpt_*.pt", "base.pt", "config.json", "config.py")
-# settings that no --resume can change: the weights would not fit
-FIXED = ("lora_rank", "critic")
 
 
 def in_words(changed):
@@ -33,7 +31,7 @@ def why_not_continued(folder, cfg):
     # is it the same run, and how far has it come?
     before = read_run(folder)
     changed = changed_settings(before["settings"], cfg)
-    fixed = {name: changed[name] for name in FIXED if name in changed}
+    fixed = {name: changed[name] for name in settings_that_are("fixed") if name in changed}
     done = [iterations_of(path) for path in checkpoints(folder)]
 
     # rows without a checkpoint: it cannot be continued, and its logs would be overwritten

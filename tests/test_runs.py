@@ -567,7 +567,6 @@ REFUSALS = """
 --max_completion_length=32 | block_size
 --prompt_words=(30, 40) | prompts
 --out_dir={policy}/run | out_dir
---out_dir='a\x00b' | out_dir
 --wandb_project=x | wandb
 """
 

@@ -26,7 +26,7 @@ from run.checkpoint import (
     read_checkpoint)
 from run.inputs import changed_inputs, what_was_read
 from run.sampling import sample_completions
-from run.settings import load_settings, read_run
+from run.settings import load_settings, read_run, settings_that_are
 
 FLAGS = dict(target="", prompt="", completion="", prompts="", account=False, held_out=0, since=0,
              parts=1, hessian=True)
@@ -38,9 +38,6 @@ SLOWER = 3
 PREDICTION = 5
 HELD_OUT = 0.4
 SMOOTH = 0.70       # below it nothing is said of single rollouts left out (docs/account.md)
-# settings that change no training
-HARMLESS = ("cache_dir", "device", "decode_batch_size", "activation_checkpointing",
-            "save_interval", "eval_interval", "num_eval_generations", "expect_rise")
 
 # ------------------------------------------------------------------------------------------------
 # which run
@@ -52,8 +49,9 @@ def check_run(setup, cfg, folder, path, last):
     if last["base_hash"] != hash_of(setup.base):
         raise BadInput(f"{path}: this run began from another policy than the settings name now; "
                        "the policy must be the one that it began from")
+    harmless = settings_that_are("harmless")
     for name, (was, now) in changed_settings(last["settings"], cfg).items():
-        is_harmless = name in HARMLESS or name == "micro_batch_size" and cfg.loss_type != "bnpo"
+        is_harmless = name in harmless or name == "micro_batch_size" and cfg.loss_type != "bnpo"
         if not is_harmless:
             raise BadInput(f"{name} = {now!r}: must be {was!r} as in {path}, whose run is repeated")
     # what the names stand for
@@ -66,7 +64,7 @@ def check_run(setup, cfg, folder, path, last):
         raise BadInput(f"{folder}: is repeated with the config file that it had; name its own "
                        f"copy, {folder}/config.py, or none if it had none")
     midway = [f"{name} changed after iteration {done}" for done, name, *_ in last["changes"]
-              if name not in (*HARMLESS, "max_iters")]
+              if name not in (*harmless, "max_iters")]
     return [*midway, *inputs]
 
 

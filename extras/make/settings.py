@@ -1,16 +1,21 @@
 """The settings of what is made here. They join those of run/settings.py while this folder is."""
 from dataclasses import dataclass
+from typing import Annotated
+
+from common.kinds import Free, Path, Positive, at_least
 
 
 @dataclass
 class MakeSettings:
     # making models (extras/make): policy = "train", judge = "train" and eval_judge = "train" are
     # made at first use, the policy of the config file's `texts` or of the comments
-    cache_dir: str = "out/prepared"     # where they are kept, for all runs
-    vocab_size: int = 1024              # first tokens of GPT-2's BPE, the end token included
-    block_size: int = 64                # positions: the longest prompt and completion together
-    n_layer: int = 4                    # blocks
-    n_head: int = 4                     # attention heads
-    n_embd: int = 256                   # channels
-    pretrain_tokens: int = 3_000_000    # some four minutes on two cores
-    judge_tokens: int = 2_000_000       # tokens to train each judge on
+    cache_dir: Free[Path] = "out/prepared"      # where they are kept, for all runs
+    # first tokens of GPT-2's BPE, the end token included: 256 bytes at least
+    vocab_size: Annotated[int, at_least(257)] = 1024
+    # positions: the longest prompt and completion together
+    block_size: Annotated[int, at_least(2)] = 64
+    n_layer: Positive = 4               # blocks
+    n_head: Positive = 4                # attention heads
+    n_embd: Positive = 256              # channels
+    pretrain_tokens: Positive = 3_000_000       # some four minutes on two cores
+    judge_tokens: Positive = 2_000_000          # tokens to train each judge on

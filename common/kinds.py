@@ -1,0 +1,42 @@
+"""
+What a setting is beside its type, written with the type: `top_p: Free[Share]`. A plain int or float
+is at least 0.
+"""
+from typing import Annotated, Any, Callable, NamedTuple, TypeVar, get_args
+
+T = TypeVar("T")
+
+# what may be ignored: the same run goes on with another value; an account of the training may have
+# another one; a run cannot even go on with another one by --resume, since the weights would not fit
+Free = Annotated[T, "free"]
+Harmless = Annotated[T, "harmless"]
+Fixed = Annotated[T, "fixed"]
+Path = Annotated[str, "path"]       # ~ at its beginning is the home folder
+
+
+class Range(NamedTuple):
+    """What numbers must be: in words, and whether one is."""
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def at_least(least):
+    return Range(f"at least {least}", lambda x: x >= least)
+
+
+def at_most(most):
+    return Range(f"at most {most}", lambda x: x <= most)
+
+
+Positive = Annotated[int, at_least(1)]
+Iterations = Annotated[int, at_most(999_999)]      # six digits in the names of checkpoints
+Above0 = Annotated[float, Range("above 0", lambda x: x > 0)]
+Share = Annotated[float, at_least(0), at_most(1)]
+ShareAbove0 = Annotated[float, Range("above 0", lambda x: x > 0), at_most(1)]
+Decay = Annotated[float, at_least(0), Range("below 1", lambda x: x < 1)]    # 1 would never update
+Temperature = Annotated[float, at_least(1e-6)]
+
+
+def kinds_of(hint):
+    """What is written beside a type, or beside one of several: words and Ranges."""
+    return [kind for part in (hint, *get_args(hint)) for kind in getattr(part, "__metadata__", ())]
