@@ -1,45 +1,11 @@
 """Refuse settings that cannot work, in one line: the setting, its value, the fix."""
-import json
+import math
 import os
 import typing
 
 from common.files import ROOT, read_json
 from common.kinds import Range, at_least, kinds_of
 from common.script import BadInput, shown
-
-BUNDLED = ("weights/policy.pt", "weights/judge.pt", "weights/eval_judge.pt")
-
-
-def check(cfg):
-    """Raise BadInput for the first setting that cannot work. Fill in None, and the home folder for
-    a ~ at the beginning of a path. Return cfg."""
-    types = typing.get_type_hints(type(cfg))
-    hints = typing.get_type_hints(type(cfg), include_extras=True)
-    for name, value in cfg.public().items():
-        # fill in what a shell leaves, and where bundled files lie now
-        kinds = kinds_of(hints[name])
-        if "path" in kinds:
-            value = moved(at_home(name, value))
-            setattr(cfg, name, value)
-
-        # each setting by itself
-        if wanted := what_it_must_be(value, types[name], kinds):
-            raise BadInput(f"{name} = {shown(value)}: must be {wanted}")
-
-    # those that must fit together
-    check_judges(cfg)
-    check_chat(cfg)
-    check_rows(cfg)
-    check_loss(cfg)
-    check_influence(cfg)
-    check_critic(cfg)
-    check_rewards(cfg)
-    check_scale(cfg)
-    check_environment(cfg)
-
-    # and what they need must be here
-    check_extras(needed_extras(cfg))
-    return cfg
 
 
 def at_home(name, path):
@@ -52,13 +18,6 @@ def at_home(name, path):
         raise BadInput(f"{name} = {shown(path)}: there is no such home folder; a folder of the "
                        f"name is ./{path}")
     return found
-
-
-def moved(path):
-    """Where a bundled file lies now, which older runs and copied config files name in weights/."""
-    if path in BUNDLED and not os.path.exists(path):
-        return path.replace("weights/", "data/")
-    return path
 
 
 def what_it_must_be(value, hint, kinds):
@@ -130,154 +89,166 @@ def check_extras(needed):
 # settings that must fit together
 
 
-def check_judges(cfg):
-    for setting in ("policy", "judge", "eval_judge"):
-        name = getattr(cfg, setting)
-        if name and name.startswith("train:"):
-            raise BadInput(f"{setting} = {shown(name)}: 'train' has no labels to choose from; a "
-                           "label belongs to a published judge, OWNER/NAME:LABEL")
-        if setting != "policy" and name and is_run(name):
-            raise BadInput(f"{setting} = {shown(name)}: is the folder of a run, which has a policy "
-                           "and no judge; name a .pt file of a judge or a published classifier")
-
-
-def check_chat(cfg):
-    if cfg.chat_template_kwargs is None:
-        return
-    try:
-        json.dumps(cfg.chat_template_kwargs)
-    except (TypeError, ValueError, RecursionError) as e:
-        raise BadInput(f"chat_template_kwargs = {shown(cfg.chat_template_kwargs)}: must hold what "
-                       f"JSON can ({e})") from e
-    if cfg.policy == "train" or cfg.policy.endswith(".pt"):
-        raise BadInput(f"chat_template_kwargs: policy = {shown(cfg.policy)} has no chat template; "
-                       "name a published chat model, or leave them out")
-
-
-def check_rows(cfg):
-    words = cfg.prompt_words
-    are_counts = len(words) == 2 and all(type(n) is int and n < 2 ** 63 for n in words)
-    if not are_counts or not 1 <= words[0] <= words[1]:
-        raise BadInput(f"prompt_words = {shown(words)}: must be (fewest, most), whole numbers "
-                       "from 1")
-    N = cfg.num_prompts * cfg.num_generations
-    if N % (cfg.mini_batch_size or N):
-        raise BadInput(f"mini_batch_size = {cfg.mini_batch_size}: must divide num_prompts * "
-                       f"num_generations = {cfg.num_prompts} * {cfg.num_generations} = {N} rows")
-    if 0 < cfg.decode_batch_size < cfg.num_generations:
-        raise BadInput(f"decode_batch_size = {cfg.decode_batch_size}: must be at least "
-                       f"num_generations = {cfg.num_generations}: groups are decoded whole")
-
-
-def check_loss(cfg):
-    ceiling = 1 + (cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high)
-    if cfg.delta is not None and not cfg.delta > ceiling:
-        raise BadInput(f"delta = {cfg.delta}: must be above the upper clip, {ceiling}")
-    if cfg.loss_type == "cispo" and (cfg.epsilon_high or 0) < 1:
-        raise BadInput("loss_type = 'cispo': epsilon_high is the ceiling of the ratio; take 5.0")
-    if cfg.ref_model_sync_steps and not cfg.beta:
-        raise BadInput("ref_model_sync_steps: set beta, which is 0: the reference serves the KL")
-    if cfg.use_bias_correction_kl and (cfg.kl_in == "reward" or cfg.kl_estimator == "k2"):
-        raise BadInput("use_bias_correction_kl = True: is for kl_in = 'loss' with k1 or k3")
-    by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"
-    if by_reward and (cfg.kl_in == "reward" or cfg.zero_std_groups != "keep"):
-        raise BadInput("multi_objective_aggregation = 'normalize_then_sum': set kl_in = 'loss' and "
-                       "zero_std_groups = 'keep'")
-
-
-def check_scale(cfg):
-    if cfg.scale_rewards != "mean":
-        return
-    if cfg.critic or cfg.multi_objective_aggregation == "normalize_then_sum":
-        raise BadInput("scale_rewards = 'mean': a critic, and normalize_then_sum, have divisors of "
-                       "their own: leave critic and multi_objective_aggregation as they are")
-    if cfg.kl_in_reward:
-        raise BadInput("scale_rewards = 'mean': divides by the mean reward of a group, which a KL "
-                       "in the reward can turn: set kl_in = 'loss'")
-    if "judge" in cfg.reward_funcs and cfg.judge_score == "logit":
-        raise BadInput("scale_rewards = 'mean': is for rewards of at least 0, and judge_score = "
-                       "'logit' is not: set judge_score = 'probability'")
-
-
-def check_critic(cfg):
-    own = "advantage" in cfg.functions
-    if own and (cfg.critic or cfg.kl_in_reward):
-        raise BadInput("advantage: the config file's function decides alone: set critic = False "
-                       "and kl_in = 'loss'")
-    if not cfg.critic and not own and cfg.num_generations == 1:
-        raise BadInput("num_generations = 1: must be at least 2, since the group is the baseline; "
-                       "or set critic = True")
-    by_group = (cfg.importance_sampling_level == "sequence" or cfg.zero_std_groups != "keep"
-                or cfg.multi_objective_aggregation == "normalize_then_sum")
-    if cfg.critic and by_group:
-        raise BadInput("critic = True: advantages are by token; leave importance_sampling_level, "
-                       "zero_std_groups and multi_objective_aggregation as they are")
-
-
-def check_influence(cfg):
-    for setting, name in (("tracin", "target"), ("tracin_select", "weigh")):
-        if getattr(cfg, setting) == name and name not in cfg.functions:
-            raise BadInput(f"{setting} = {name!r}: the config file defines no function {name}")
-    if cfg.tracin == "target" and cfg.tracin_leave_one_out:
-        raise BadInput("tracin = 'target': unset tracin_leave_one_out: a rollout's own part in it "
-                       "is unknown")
-    if cfg.tracin != "off" and cfg.loss_type == "bnpo" and cfg.num_iterations > 1:
-        raise BadInput("loss_type = 'bnpo' with influence and num_iterations > 1: take dapo")
-    one_step = cfg.mini_batch_size in (0, cfg.num_prompts * cfg.num_generations)
-    # what is scored is then a multiple of the rollout's log-prob
-    by_token = cfg.critic or "advantage" in cfg.functions      # which may return one for each token
-    is_multiple = one_step and cfg.top_entropy_quantile == 1 and not by_token
-    knows_part = cfg.tracin in ("off", "self") or is_multiple
-    if cfg.tracin_leave_one_out and (cfg.tracin_val_prompts or not knows_part):
-        raise BadInput("tracin_leave_one_out = True: a rollout's own part is known only with "
-                       "tracin_val_prompts = 0 and with tracin = 'self', or mini_batch_size = 0, "
-                       "top_entropy_quantile = 1 and critic = False")
-    of_val = cfg.tracin_val_size or cfg.tracin_val_reward or cfg.tracin_val_select != "random"
-    if of_val and not cfg.tracin_val_prompts:
-        raise BadInput("tracin_val_size, tracin_val_select, tracin_val_reward: set "
-                       "tracin_val_prompts, which is 0")
-    pool = cfg.tracin_val_prompts * cfg.num_generations
-    if cfg.tracin != "off" and pool and min(cfg.tracin_val_size or pool, pool) == 1:
-        raise BadInput("tracin_val_size = 1 (or 0, with 1 prompt and 1 generation): must be at "
-                       "least 2; the target of one reward is 0, as it is its own mean")
-
-
-def check_rewards(cfg):
-    # the reward: the function of that name, or the judge
+def fill_in_rewards(cfg):
+    """The reward is the function of that name, or the judge; a weight is 1."""
     if cfg.reward_funcs is None:
         cfg.reward_funcs = ("reward",) if "reward" in cfg.functions else ("judge",)
-    if not cfg.reward_funcs:
-        raise BadInput("reward_funcs = (): must name a function, or 'judge'")
-
-    # every name is that of a function, or of a judge that there is
-    for name in (*cfg.reward_funcs, cfg.tracin_val_reward or cfg.reward_funcs[0]):
-        if name != "judge" and name not in list(cfg.functions):     # it may be unhashable
-            raise BadInput(f"reward_funcs, tracin_val_reward: {shown(name)} is neither 'judge' nor "
-                           f"a function of the config file: {sorted(cfg.functions) or 'none'}")
-        if name == "judge" and cfg.judge is None:
-            raise BadInput("judge = None leaves no reward: set judge = 'train' or a file, define "
-                           "a function reward, or name yours in reward_funcs; the config file "
-                           f"defines {sorted(cfg.functions) or 'none'}")
-
-    # with a weight each
     if cfg.reward_weights is None:
         cfg.reward_weights = (1.0,) * len(cfg.reward_funcs)
-    for weight in cfg.reward_weights:
-        if type(weight) not in (int, float) or not abs(weight) < 2 ** 63:
-            raise BadInput(f"reward_weights = {shown(cfg.reward_weights)}: must be numbers")
-    if len(set(cfg.reward_funcs)) != len(cfg.reward_weights):
-        raise BadInput(f"reward_weights = {cfg.reward_weights}: must be one for each of "
-                       f"reward_funcs = {cfg.reward_funcs}, none of them twice")
 
 
-def check_environment(cfg):
+def wrong_models(cfg):
+    """(Whether it is wrong, what to say), one after the other; so do those below."""
+    for role in ("judge", "eval_judge"):
+        name = getattr(cfg, role)
+        yield name and is_run(name), (
+            f"{role} = {name!r}: is the folder of a run, which has a policy and no judge; name a "
+            ".pt file of a judge or a published classifier")
+    yield cfg.chat_template_kwargs is not None and not is_published(cfg.policy), (
+        f"chat_template_kwargs: policy = {cfg.policy!r} has no chat template; name a published "
+        "chat model, or leave them out")
+
+
+def wrong_rows(cfg):
+    words = cfg.prompt_words
+    are_counts = len(words) == 2 and all(type(n) is int for n in words)
+    yield not are_counts or not 1 <= words[0] <= words[1], (
+        f"prompt_words = {words!r}: must be (fewest, most), whole numbers from 1")
+    N = cfg.num_prompts * cfg.num_generations
+    yield N % (cfg.mini_batch_size or N), (
+        f"mini_batch_size = {cfg.mini_batch_size}: must divide num_prompts * num_generations = "
+        f"{cfg.num_prompts} * {cfg.num_generations} = {N} rows")
+    yield 0 < cfg.decode_batch_size < cfg.num_generations, (
+        f"decode_batch_size = {cfg.decode_batch_size}: must be at least num_generations = "
+        f"{cfg.num_generations}: groups are decoded whole")
+
+
+def wrong_loss(cfg):
+    ceiling = 1 + (cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high)
+    yield cfg.delta is not None and cfg.delta <= ceiling, (
+        f"delta = {cfg.delta}: must be above the upper clip, {ceiling}")
+    yield cfg.loss_type == "cispo" and (cfg.epsilon_high or 0) < 1, (
+        "loss_type = 'cispo': epsilon_high is the ceiling of the ratio; take 5.0")
+    yield cfg.ref_model_sync_steps and not cfg.beta, (
+        "ref_model_sync_steps: set beta, which is 0: the reference serves the KL")
+    yield cfg.use_bias_correction_kl and (cfg.kl_in == "reward" or cfg.kl_estimator == "k2"), (
+        "use_bias_correction_kl = True: is for kl_in = 'loss' with k1 or k3")
+
+
+def wrong_advantages(cfg):
+    own = "advantage" in cfg.functions
+    by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"
+    yield by_reward and (cfg.kl_in == "reward" or cfg.zero_std_groups != "keep"), (
+        "multi_objective_aggregation = 'normalize_then_sum': set kl_in = 'loss' and "
+        "zero_std_groups = 'keep'")
+    yield own and (cfg.critic or cfg.kl_in_reward), (
+        "advantage: the config file's function decides alone: set critic = False and kl_in = "
+        "'loss'")
+    yield not cfg.critic and not own and cfg.num_generations == 1, (
+        "num_generations = 1: must be at least 2, since the group is the baseline; or set critic "
+        "= True")
+    by_group = cfg.importance_sampling_level == "sequence" or cfg.zero_std_groups != "keep"
+    yield cfg.critic and (by_group or by_reward), (
+        "critic = True: advantages are by token; leave importance_sampling_level, zero_std_groups "
+        "and multi_objective_aggregation as they are")
+
+    # MaxRL divides by the mean reward of a group
+    by_mean = cfg.scale_rewards == "mean"
+    yield by_mean and (cfg.critic or by_reward), (
+        "scale_rewards = 'mean': a critic, and normalize_then_sum, have divisors of their own: "
+        "leave critic and multi_objective_aggregation as they are")
+    yield by_mean and cfg.kl_in_reward, (
+        "scale_rewards = 'mean': divides by the mean reward of a group, which a KL in the reward "
+        "can turn: set kl_in = 'loss'")
+    yield by_mean and "judge" in cfg.reward_funcs and cfg.judge_score == "logit", (
+        "scale_rewards = 'mean': is for rewards of at least 0, and judge_score = 'logit' is not: "
+        "set judge_score = 'probability'")
+
+
+def wrong_influence(cfg):
+    for setting, name in (("tracin", "target"), ("tracin_select", "weigh")):
+        yield getattr(cfg, setting) == name and name not in cfg.functions, (
+            f"{setting} = {name!r}: the config file defines no function {name}")
+    yield cfg.tracin != "off" and cfg.loss_type == "bnpo" and cfg.num_iterations > 1, (
+        "loss_type = 'bnpo' with influence and num_iterations > 1: take dapo")
+
+    # leave-one-out: what is scored must be a multiple of the rollout's log-prob
+    one_step = cfg.mini_batch_size in (0, cfg.num_prompts * cfg.num_generations)
+    by_token = cfg.critic or "advantage" in cfg.functions      # which may return one for each token
+    is_multiple = one_step and cfg.top_entropy_quantile == 1 and not by_token
+    knows_part = cfg.tracin in ("off", "self") or is_multiple and cfg.tracin != "target"
+    yield cfg.tracin_leave_one_out and (cfg.tracin_val_prompts or not knows_part), (
+        "tracin_leave_one_out = True: a rollout's own part is known only with tracin_val_prompts "
+        "= 0 and with tracin = 'self', or with a target of log-probs, mini_batch_size = 0, "
+        "top_entropy_quantile = 1 and critic = False")
+
+    # held-out rollouts
+    of_val = cfg.tracin_val_size or cfg.tracin_val_reward or cfg.tracin_val_select != "random"
+    yield of_val and not cfg.tracin_val_prompts, (
+        "tracin_val_size, tracin_val_select, tracin_val_reward: set tracin_val_prompts, which is 0")
+    pool = cfg.tracin_val_prompts * cfg.num_generations
+    yield cfg.tracin != "off" and pool and min(cfg.tracin_val_size or pool, pool) == 1, (
+        "tracin_val_size = 1 (or 0, with 1 prompt and 1 generation): must be at least 2; the "
+        "target of one reward is 0, as it is its own mean")
+
+
+def wrong_rewards(cfg):
+    yield not cfg.reward_funcs, "reward_funcs = (): must name a function, or 'judge'"
+    there = sorted(cfg.functions) or "none"
+    for name in (*cfg.reward_funcs, cfg.tracin_val_reward or cfg.reward_funcs[0]):
+        yield name != "judge" and name not in list(cfg.functions), (     # it may be unhashable
+            f"reward_funcs, tracin_val_reward: {shown(name)} is neither 'judge' nor a function of "
+            f"the config file: {there}")
+        yield name == "judge" and cfg.judge is None, (
+            "judge = None leaves no reward: set judge to a file, define a function reward, or name "
+            f"yours in reward_funcs; the config file defines {there}")
+    weights = cfg.reward_weights
+    yield not all(type(weight) in (int, float) and math.isfinite(weight) for weight in weights), (
+        f"reward_weights = {weights}: must be numbers")
+    yield len(set(cfg.reward_funcs)) != len(weights), (
+        f"reward_weights = {weights}: must be one for each of reward_funcs = {cfg.reward_funcs}, "
+        "none of them twice")
+
+
+def wrong_environment(cfg):
     tools = cfg.functions.get("tools", {})
-    if not isinstance(tools, dict):
-        raise BadInput(f"tools = {shown(tools)}: must be a dict of functions by name")
-    are_text = all(type(text) is str and text for text in cfg.stop_strings)
-    answered = "environment" in cfg.functions or cfg.tools
-    if not are_text or cfg.stop_strings and not answered:
-        raise BadInput(f"stop_strings = {shown(cfg.stop_strings)}: must be text, and needs a "
-                       "function environment, or tools, in the config file")
-    if cfg.tools and "environment" in cfg.functions:
-        raise BadInput("tools and a function environment: both would answer; leave one out")
+    yield not isinstance(tools, dict), (
+        f"tools = {shown(tools)}: must be a dict of functions by name")
+    own = "environment" in cfg.functions
+    yield not all(type(text) is str for text in cfg.stop_strings) or (
+        cfg.stop_strings and not own and not tools), (
+        f"stop_strings = {cfg.stop_strings!r}: must be text, and needs a function environment, or "
+        "tools, in the config file")
+    yield tools and own, "tools and a function environment: both would answer; leave one out"
+
+
+RULES = (wrong_models, wrong_rows, wrong_loss, wrong_rewards, wrong_advantages, wrong_influence,
+         wrong_environment)
+
+
+def check(cfg):
+    """Raise BadInput for the first setting that cannot work. Fill in None, and the home folder for
+    a ~ at the beginning of a path. Return cfg."""
+    types = typing.get_type_hints(type(cfg))
+    hints = typing.get_type_hints(type(cfg), include_extras=True)
+    for name, value in cfg.public().items():
+        # fill in what a shell leaves
+        kinds = kinds_of(hints[name])
+        if "path" in kinds:
+            value = at_home(name, value)
+            setattr(cfg, name, value)
+
+        # each setting by itself
+        if wanted := what_it_must_be(value, types[name], kinds):
+            raise BadInput(f"{name} = {shown(value)}: must be {wanted}")
+
+    # those that must fit together
+    fill_in_rewards(cfg)
+    for rules in RULES:
+        for is_wrong, what in rules(cfg):
+            if is_wrong:
+                raise BadInput(what)
+
+    # and what they need must be here
+    check_extras(needed_extras(cfg))
+    return cfg

@@ -103,7 +103,6 @@ def test_settings_that_do_not_go_together_are_refused():
 --critic=True --importance_sampling_level=sequence
 --reward_weights=(1,2)
 --judge=None
---judge=train:toxic
 --reward_funcs=nobody | reward_funcs | nobody
 --tracin_val_reward=judge | tracin_val_reward | tracin_val_prompts
 --tracin=target
@@ -209,13 +208,6 @@ def test_what_a_users_code_does_ends_with_it(write):
         cfg = load_settings([write("_Panic = type('PanicException', (BaseException,), {})\n"
                                    f"def texts(n, seed):\n    raise {error}\n")])
         assert_refused("texts", cfg.functions["texts"], 1, 2)
-
-
-def test_a_bundled_file_is_found_by_its_old_name():
-    """Runs and copied config files of older versions name it in weights/."""
-    cfg = load_settings(["--policy=weights/policy.pt", "--judge=weights/judge.pt"])
-    assert (cfg.policy, cfg.judge) == ("data/policy.pt", "data/judge.pt")
-    assert load_settings(["--policy=weights/mine.pt"]).policy == "weights/mine.pt"
 
 
 ANSWERED = "def environment(prompts, transcripts): pass"

@@ -86,8 +86,7 @@ def test_arguments_of_a_template_reach_it_and_one_that_it_never_asks_for_is_refu
     assert write("{{ tools[0].name }}", asked, tools=[{"name": "f"}]) == "f"
     assert_refused("enable_thoughts", write, THINKS, asked, enable_thoughts=False)
     for flags in (["--policy=train", "--chat_template_kwargs={'enable_thinking': False}"],
-                  ["--policy=x.pt", "--chat_template_kwargs={'enable_thinking': False}"],
-                  ["--policy=a", "--chat_template_kwargs={'a': {1}}"]):
+                  ["--policy=x.pt", "--chat_template_kwargs={'enable_thinking': False}"]):
         assert_refused("chat_template_kwargs", load_settings, flags)
 
 
