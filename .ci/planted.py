@@ -500,10 +500,7 @@ MISTAKES = [
         ("a judge's last layer in bfloat16", "exact_linear(self.score, x[:, 0])",
          "self.score(x[:, 0])")),
     *of("judge/rewards.py", "test_judge.py::test_scores_are_columns_and_none_is_nan",
-        ("a reward that abstains counts as 0", "math.nan if v is None", "0.0 if v is None")),
-    *of("judge/rewards.py",
-        "test_judge.py::test_a_judge_that_runs_out_of_memory_is_called_once_and_blames_no_reward",
-        ("a judge is blamed as a reward", 'if name == "judge":     # ours', "if False:  # ours")),
+        ("a reward that abstains counts as 0", "math.nan if value is None", "0.0 if value is None")),
 
     # test_data.py
     *of("common/files.py",

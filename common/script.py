@@ -1,6 +1,6 @@
 """What every command needs: help, one-line errors, exit codes, signals, seeds."""
 import contextlib
-import functools
+import errno
 import hashlib
 import inspect
 import io
@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import sys
-import traceback
 
 import torch
 
@@ -17,8 +16,7 @@ from common.processes import join, leaving, rank_and_size
 
 
 class BadInput(ValueError):
-    """An error that the user can fix. The message is one line: name, value and fix. A note
-    (add_note) is printed below it, such as the traceback of a user's own function."""
+    """An error that the user can fix. The message is one line: name, value and fix."""
 
     def __init__(self, message):
         line = " ".join(message.split())
@@ -34,56 +32,18 @@ def shown(value, most=80):
     return text if len(text) <= most else text[:most] + "..."
 
 
-@contextlib.contextmanager
-def panics_as_errors():
-    """Around calls of a package written in Rust: its panics are no Exception in Python."""
+def numbers(what, found, *shapes, why=""):
+    """What a user's function returned -> a float64 tensor of one of these shapes, all of it finite.
+    BadInput for anything else. why: words on what may be the cause."""
     try:
-        yield
-    except BaseException as e:
-        if type(e).__name__ != "PanicException":    # of each such package its own
-            raise
-        raise RuntimeError(f"PanicException: {e}") from e
-
-
-@contextlib.contextmanager
-def users_code():
-    """Around a user's code: what it changes for all code, the folder and torch's defaults, is put
-    back."""
-    device = torch.get_default_device()
-    dtype = torch.get_default_dtype()
-    has_grad = torch.is_grad_enabled()
-    try:
-        with contextlib.chdir("."), panics_as_errors():
-            yield
-    finally:
-        if torch.get_default_device() != device:
-            torch.set_default_device(None)
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(has_grad)
-
-
-def user_error(what, e, example=""):
-    """BadInput in one line for what a user's own function raised, with its own lines of the
-    traceback as a note."""
-    reason = "".join(traceback.format_exception_only(e)).rstrip()
-    error = BadInput(f"{what} raised {reason}{example}")
-    frames = e.__traceback__.tb_next    # without the line of ours that called it
-    error.add_note("".join(traceback.format_exception(type(e), e, frames)).rstrip())
-    return error
-
-
-def in_one_line(name, function):
-    """A function of a config file, whose errors end in one line."""
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        try:
-            with users_code():
-                return function(*args, **kwargs)
-        except BadInput:
-            raise
-        except (Exception, SystemExit) as e:
-            raise user_error(name, e) from None
-    return call
+        x = torch.as_tensor(found, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        x = torch.tensor(torch.nan)
+    if x.shape not in shapes or not x.isfinite().all():
+        wanted = " or ".join(str(tuple(shape)) for shape in shapes)
+        raise BadInput(f"{what} returned {shown(found)}: must be finite numbers of shape {wanted}"
+                       + why)
+    return x
 
 
 def asked_for(name, function, offered):
@@ -128,11 +88,10 @@ def exit_codes():
 
     # each kind of end has its exit code and its one line
     try:
-        with panics_as_errors():
-            yield
+        yield
         sys.stdout.flush()
     except BadInput as e:
-        print(f"error: {who}{e}", *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
+        print(f"error: {who}{e}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as e:
         if rank == 0:  # the others end alike
@@ -141,14 +100,14 @@ def exit_codes():
     except SystemExit as e:
         raise SystemExit(f"{who}{e.code}" if isinstance(e.code, str) else e.code) from None
     except OSError as e:    # nobody reads the output any more, a disk is full
+        if e.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)    # for what is not printed yet
         raise SystemExit(f"{who}stopped: {e}") from None
     except (MemoryError, RuntimeError) as e:
         said = "out of memory" in str(e) or "can't allocate memory" in str(e)       # GPU, host
-        if str(e).startswith("PanicException"):
-            raise SystemExit(f"{who}stopped: a package failed ({shown(e, 200)})") from None
         if not said and not isinstance(e, MemoryError):
             raise
         raise SystemExit(

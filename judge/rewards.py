@@ -1,19 +1,17 @@
 """Call reward functions, the judge's and those of a config file, and environments.
 
-A mistake in a user's function ends in one line that names the function and an example.
+What such a function raises is Python's to say, with the function's own file and line.
 """
+import contextlib
 import copy
 import inspect
 import math
-import time
 
 import torch
 
-from common.script import BadInput, shown, user_error, users_code
+from common.script import BadInput, numbers, shown
 from judge import reward_functions
 
-LARGEST = 1e16      # the square of a reward must fit into float32
-SEARCH_SECONDS = 10     # for the example that makes a function fail
 FACTS = ("completion_ids", "ended", "iteration")     # see reward_facts
 ONLY_IN_TRL = ("trainer_state", "log_metric", "log_extra")
 
@@ -68,26 +66,10 @@ def arguments_of(what, function, prompts, texts, name="completions", facts=None)
 
 
 def call(what, function, prompts, texts, name="completions", facts=None):
-    """Call a user's function. If it raises, BadInput names the first example that makes it raise,
-    called alone; the function's own traceback is a note of the BadInput."""
+    """Call a user's function with the arguments that it asks for."""
     arguments = arguments_of(what, function, prompts, texts, name, facts)
-    try:
-        with users_code():
-            return function(**arguments)
-    except BadInput:
-        raise
-    except (Exception, SystemExit) as e:
-        error = e
-
-    # which of the examples makes it fail?
-    if len(texts) == 1:
-        example = f", for the prompt {shown(prompts[0].text)} and completion {shown(texts[0])}"
-        raise user_error(what, error, example)
-    until = time.monotonic() + SEARCH_SECONDS
-    for i, (prompt, text) in enumerate(zip(prompts, texts)):
-        if time.monotonic() < until:
-            call(what, function, [prompt], [text], name, rows_of(facts, slice(i, i + 1)))
-    raise user_error(what, error)       # each alone is fine
+    with contextlib.chdir("."):     # one that runs programs may go to another folder
+        return function(**arguments)
 
 
 def rows_of(facts, rows):
@@ -107,30 +89,14 @@ def score_by(name, function, prompts, completions, facts=None):
     """Score the completions with one reward function -> list of N floats."""
     if not completions:     # of several processes one may have none
         return []
-    if name == "judge":     # ours: its errors, such as out of memory, are reported elsewhere
-        return [math.nan if x is None else x for x in function(completions)]
-    values = call(f"reward {name!r}", function, prompts, completions, facts=facts)
+    found = call(f"reward {name!r}", function, prompts, completions, facts=facts)
 
-    # None abstains; all else is a number
-    try:
-        if isinstance(values, (dict, bytes, bytearray)):    # a list of it has the keys, the bytes
-            raise TypeError
-        values = list(values)
-        numbers = [math.nan if v is None else float(v) for v in values]
-    except (TypeError, ValueError, RuntimeError, OverflowError) as e:
-        raise BadInput(f"reward {name!r} returned {shown(values)}: must be one number per "
-                       "completion") from e
-
-    # one for each completion, finite, and with a square that is finite too
-    if len(numbers) != len(completions):
-        raise BadInput(f"reward {name!r} returned {len(numbers)} numbers for {len(completions)} "
-                       "completions")
-    for value, number, completion in zip(values, numbers, completions):
-        is_number = not isinstance(value, str) and abs(number) <= LARGEST
-        if value is not None and not is_number:
-            raise BadInput(f"reward {name!r} returned {shown(value)} for the completion "
-                           f"{completion!r}: must be a finite number up to {LARGEST:g}, or None")
-    return numbers
+    # None abstains; all else is one finite number for each completion
+    values = list(found) if hasattr(found, "__iter__") else [found]
+    known = [value for value in values if value is not None]
+    count = len(completions) - (len(values) - len(known))
+    checked = iter(numbers(f"reward {name!r}", known, (count,)).tolist())
+    return [math.nan if value is None else next(checked) for value in values]
 
 
 @torch.no_grad()
@@ -146,10 +112,9 @@ def score(reward_funcs, prompts, completions, facts=None):
     return torch.tensor(columns, dtype=torch.float64).T
 
 
-def try_rewards(cfg, prompts):
-    """Try the config file's rewards before anything is trained: every prompt must have the columns
-    that they ask for. They score two whole groups, since a reward may compare the completions of a
-    prompt: none, one, two ... words of prompts in place of completions."""
+def check_columns(cfg, prompts):
+    """Before anything is trained: every prompt must have the columns that the config file's rewards
+    ask for."""
     functions = reward_functions(cfg, judges={})
     functions.pop("judge", None)
 
@@ -167,18 +132,6 @@ def try_rewards(cfg, prompts):
             if not any(parameter in prompt.row for prompt in prompts):
                 print(f"note: reward {name!r} takes {parameter!r}, which TRL has and this project "
                       f"has not; it keeps its default. There are {', '.join(FACTS)}")
-
-    # and do they answer? Completions are not there yet: take words of prompts
-    if not functions:
-        return
-    G = cfg.num_generations
-    asked = [prompt for prompt in (prompts[0], prompts[-1]) for _ in range(G)]
-    counts = [i % 64 for i in range(2 * G)]
-    words = [word for prompt in prompts[:8] for word in prompt.text.split()] * 64
-    ids = [i for prompt in prompts[:8] for i in prompt.ids] * 64
-    facts = {"completion_ids": [ids[:count] for count in counts], "ended": [True] * 2 * G,
-            "iteration": 0}
-    score(functions, asked, [" ".join(words[:count]) for count in counts], facts)
 
 
 # ------------------------------------------------------------------------------------------------

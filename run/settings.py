@@ -31,7 +31,7 @@ from common.files import ROOT, read_json, read_text
 from common.kinds import (
     Above0, Decay, Fixed, Free, Harmless, Iterations, Path, Positive, Share, ShareAbove0,
     Temperature, kinds_of)
-from common.script import BadInput, in_one_line, shown, users_code
+from common.script import BadInput, shown
 from rollout import Sampling
 from run.check import check
 
@@ -332,15 +332,12 @@ def load_settings(argv):
 
 
 def use_functions(cfg):
-    """Refuse a function that nothing uses, and drop one that is imported; errors of the others
-    become one line."""
+    """Refuse a function that nothing uses, and drop one that is imported."""
     known = (*cfg.reward_funcs, cfg.tracin_val_reward, "reward", "environment", "tools")
     for name, function in list(cfg.functions.items()):
         if inspect.iscoroutinefunction(function):
             raise BadInput(f"config: function {name!r} is async: write def, without async")
-        if name in GIVEN:
-            cfg.functions[name] = in_one_line(name, function)
-        elif name not in known and function not in cfg.tools.values():
+        if name not in (*known, *GIVEN) and function not in cfg.tools.values():
             is_theirs = getattr(function, "__module__", None) == DEFINED_HERE
             if is_theirs and not inspect.isclass(function):     # a class serves a function
                 raise BadInput(f"config: function {name!r} is not used: list it in reward_funcs, "
@@ -487,17 +484,8 @@ def read_config(path):
         raise BadInput(f"{path}: is neither a config file (.py) nor the folder of a run; a setting "
                        "is written --name=value")
 
-    # whatever a user's file may raise ends in one line
-    try:
-        with users_code():
-            names = runpy.run_path(path, run_name=DEFINED_HERE)
-    except BadInput:
-        raise
-    except (Exception, SystemExit) as e:
-        raise BadInput(f"{path}: {type(e).__name__}: {e}") from e
-
     # functions and the table of tools, and the settings
-    names = {name: value for name, value in names.items()
+    names = {name: value for name, value in runpy.run_path(path, run_name=DEFINED_HERE).items()
              if not name.startswith("_") and not isinstance(value, type(os))}
     functions = {name: value for name, value in names.items()
                  if callable(value) or name == "tools"}

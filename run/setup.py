@@ -8,7 +8,7 @@ import tracin
 from common.device import autocast, machine, pick_device, pick_dtype
 from data.prompts import load_prompts
 from judge import load_judge
-from judge.rewards import try_rewards
+from judge.rewards import check_columns
 from rollout import generate
 from run.policy import load_policy
 
@@ -102,8 +102,8 @@ def read_inputs(cfg, may_train=True):
     # the first is cheated
     judges = load_judges(cfg, device, may_train)
 
-    # do the config file's functions work on them?
-    try_rewards(cfg, prompts + eval_prompts + val_prompts)
+    # do they have what the config file's functions ask for?
+    check_columns(cfg, prompts + eval_prompts + val_prompts)
     if cfg.answers:
         from extras.environment import try_environment
         try_environment(cfg, prompts + eval_prompts + val_prompts)

@@ -1,14 +1,12 @@
 """Settings: names, types, values, files, runs. Each mistake gets one line that names it."""
 import glob
 import json
-import os
 import re
 import runpy
 import sys
 import typing
 
 import pytest
-import torch
 
 from common.files import ROOT
 from run.settings import ELSEWHERE, HINTS, load_settings, types_of
@@ -160,9 +158,7 @@ def test_every_config_of_the_project_loads():
 
 # the text of a config file | what the one line names
 FAILING = [
-    ("raise ValueError('first\\nsecond' * 10 ** 6)", "a.py"), ("beta = = 1", "a.py"),
-    ("import math", "a.py"), ("import no_such_module", "no_such_module"),
-    ("import sys; sys.exit(3)", "a.py"), ("num_generation = 4", "num_generations"),
+    ("import math", "a.py"), ("num_generation = 4", "num_generations"),
     ("beta = float('nan')", "beta"), (CONSTANT.replace("reward", "rewrd").format(1), "rewrd"),
     ("async " + CONSTANT.format(1), "reward"), ("tools = []", "tools"),
     ("tools = {'a': len}\ndef environment(prompts, transcripts): pass", "environment")]
@@ -194,20 +190,6 @@ def test_what_a_config_file_imports_is_no_reward(write):
     text = "from math import sqrt\nfrom random import *\nimport torch\n_n = 0.25\nbeta = sqrt(_n)\n"
     cfg = load_settings([write(text + CONSTANT.format(1))])
     assert (cfg.beta, list(cfg.functions)) == (0.5, ["reward"])
-
-
-def test_what_a_users_code_does_ends_with_it(write):
-    """To torch; and a panic of a package in Rust, which is no Exception, is an error."""
-    for spoil in ("torch.set_default_device('meta')", "torch.set_default_dtype(torch.float64)",
-                  "torch.set_grad_enabled(False)"):
-        code = f"import torch\n{spoil}\ndef texts(n, seed):\n    {spoil}\n    return []\n"
-        load_settings([write(code)]).functions["texts"](1, 2)
-        x = torch.zeros(1)
-        assert x.device.type == "cpu" and x.dtype == torch.float32 and torch.is_grad_enabled()
-    for error in ("_Panic('slice index')", "KeyError('x')"):
-        cfg = load_settings([write("_Panic = type('PanicException', (BaseException,), {})\n"
-                                   f"def texts(n, seed):\n    raise {error}\n")])
-        assert_refused("texts", cfg.functions["texts"], 1, 2)
 
 
 ANSWERED = "def environment(prompts, transcripts): pass"

@@ -261,7 +261,7 @@ def test_questions_are_the_prompts(prompts_of):
     assert sorted(texts(train + evaluation + others)) == sorted(f"{i} 0" for i in range(50))
     assert train[0].row["answer"] == int(train[0].text.split()[0])
     for rows, name in (("3", "questions"), ("[{'text': 'x', 'module': __import__('os')}]", "row 1"),
-                       ('[{"prompt": "x"}]', "row 1"), ("1 / 0", "questions")):
+                       ('[{"prompt": "x"}]', "row 1")):
         assert_refused(name, prompts_of, config=made.format(rows))
 
 

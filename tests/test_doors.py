@@ -276,10 +276,10 @@ WRONG = [       # a function, and what the line names
     ("choose", lambda n: ["a"] * n, "choose"), ("choose", lambda speed: [0], "speed"),
     ("weigh", lambda influence, tape: influence, "tape"),
     ("target", lambda policy, judge: 1.0, "judge"),
-    ("advantage", lambda batch: [1.0] * 16, "advantage"),
+    ("advantage", lambda batch: "many", "advantage"),
     ("advantage", lambda batch: torch.ones(15), "advantage"),
     ("advantage", lambda batch: torch.full((16,), math.nan), "advantage"),
-    ("weigh", lambda influence: [1.0] * 15, "8 influences"),
+    ("weigh", lambda influence: [1.0] * 15, "(8,)"),
     ("weigh", lambda influence: [math.nan] * 8, "finite"),
     ("target", lambda batch: torch.tensor(1.0), "policy"),      # it does not depend on it
     ("optimizer", lambda named, rate: None, "torch.optim.Optimizer"),

@@ -1,9 +1,7 @@
 """The judge, a small scorer; what a reward function gets and what it may do."""
 import copy
-import itertools
 import math
 import os
-from statistics import stdev
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,11 +11,11 @@ import torch
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import load_judge, reward_functions
-from judge.rewards import score, try_rewards
+from judge.rewards import score, check_columns
 from judge.scorer import SAYS_NOTHING, Scorer, encode, logits_of, pad_right
 from model import GPTConfig
 from data.weights import save_gpt
-from run.settings import Settings, load_settings
+from run.settings import load_settings
 from worlds import assert_near, assert_refused, printed, seed_of, settings
 
 CPU = torch.device("cpu")
@@ -136,45 +134,32 @@ def test_scores_are_columns_and_none_is_nan():
 
 def test_a_reward_that_returns_something_else_is_named():
     for values in (None, 3, [1], [1, 2, 3], ["a", "b"], [math.inf, 1], [math.nan, 1],
-                   [[1], [2]], {1: 2, 3: 4}, torch.ones(2, 2), ["1", "2"], "12", b"xy",
-                   [1e20, 1], [10 ** 400, 1], map(float, ("inf", "1"))):
+                   [[1], [2]], torch.ones(2, 2), "12", map(float, ("inf", "1"))):
         assert_refused("reward 'r'", score, {"r": lambda completions: values}, ASKED, ANSWERS)
 
 
-def test_a_judge_that_runs_out_of_memory_is_called_once_and_blames_no_reward():
-    calls = []
-
-    def judge(completions):
-        calls.append(completions)
-        raise MemoryError
-
-    with pytest.raises(MemoryError):
-        score({"judge": judge}, ASKED, ANSWERS)
-    assert calls == [ANSWERS], "it is asked again, for an example to blame"
-
-
-def test_a_reward_may_do_as_it_likes(tmp_path):
+def test_a_reward_may_reorder_what_it_is_given_and_go_to_another_folder(tmp_path):
     def careless(completions):
         completions.reverse()
         os.chdir(tmp_path)
-        torch.set_default_dtype(torch.float64)
-        torch.set_grad_enabled(False)
-        torch.set_default_device("meta")
         return [1] * len(completions)
 
     before = os.getcwd()
     found = score({"a": careless, "b": by_column}, ASKED, ANSWERS)
     assert found[:, 1].tolist() == [1, 0], "another reward reads the first one's order"
     assert os.getcwd() == before, "the run's relative paths now lead elsewhere"
-    assert found.dtype == torch.float64 and torch.get_default_dtype() == torch.float32
-    assert torch.is_grad_enabled()
-    assert torch.zeros(1).device.type == "cpu", "tensors of the run are now made elsewhere"
+
+
+def test_what_a_reward_raises_is_its_own_error():
+    """With the line of the function that raised it as the last of the traceback."""
+    with pytest.raises(ZeroDivisionError) as caught:
+        score({"r": lambda completions: [1 / 0 for _ in completions]}, ASKED, ANSWERS)
+    assert caught.traceback[-1].path.name == "test_judge.py"
 
 
 def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():
     for reward, names in ((lambda p, c: [], ("prompts", "completions")),
                           (lambda *texts: [], ("prompts", "completions")),
-                          (lambda completions, /: [], "completions"),
                           (lambda completions, colour: [], ("colour", "answer", "level", "text"))):
         assert_refused(names, score, {"r": reward}, ASKED, ANSWERS)
     later = [*ASKED * 9, Prompt("odd", [1], {"text": "odd"})]     # not among those that are tried
@@ -208,26 +193,7 @@ def tried(function, prompts=ASKED, num_generations=2):
     """Try a reward, as before training."""
     cfg = SimpleNamespace(reward_funcs=("r",), tracin_val_reward=None,
                           num_generations=num_generations, functions={"r": function})
-    try_rewards(cfg, prompts)
-
-
-def test_a_reward_that_compares_the_completions_of_a_prompt_passes_the_trial():
-    """It sees two whole groups, side by side, also where there is one prompt alone."""
-    calls = []
-
-    def by_group(prompts, completions):
-        """Recipes for TRL: the place in the row of eight, and a spread."""
-        calls.append((prompts, completions))
-        lengths = np.array([len(text) for text in completions], float).reshape(-1, 8)
-        spreads = np.array([[stdev(group)] for group in lengths])
-        return ((lengths - lengths.mean(1, keepdims=True)) / spreads).ravel().tolist()
-
-    for prompts in (ASKED[:1], ASKED * 6):
-        calls.clear()
-        tried(by_group, prompts=prompts, num_generations=8)
-    (prompts, completions), = calls
-    groups = [len(list(rows)) for _, rows in itertools.groupby(prompts)]
-    assert groups == [8, 8] and completions[0] == "" and len(set(completions)) == 16
+    check_columns(cfg, prompts)
 
 
 def test_a_reward_asks_for_what_the_step_knows():
@@ -251,8 +217,8 @@ def test_a_column_does_not_hide_what_the_step_knows():
     score({"reward": reward}, rows, ["a", "b"], {"ended": [True, False], "iteration": 5})
     assert told == [([True, False], 5, [3, 3])]
     cfg = settings(reward)
-    assert "'ended'" in printed(try_rewards, cfg, rows), "the column goes without a word"
-    assert "note" not in printed(try_rewards, cfg, [Prompt("I am", [1], {"n": 3})])
+    assert "'ended'" in printed(check_columns, cfg, rows), "the column goes without a word"
+    assert "note" not in printed(check_columns, cfg, [Prompt("I am", [1], {"n": 3})])
 
 
 def test_what_only_trl_has_is_refused_or_noted():
@@ -264,17 +230,3 @@ def test_what_only_trl_has_is_refused_or_noted():
 
     assert_refused(("trainer_state", "TRL", "completion_ids"), tried, needs)
     assert "trainer_state" in printed(tried, may)
-
-
-def test_a_reward_that_fails_names_the_example_and_shows_its_own_lines():
-    def reward(prompts, completions):
-        return [1 / (len(text) - 1) for text in completions]
-
-    with pytest.raises(ValueError) as caught:
-        score({"r": reward}, ASKED * 2, ["four", "five", "x", "six"])
-    for name in ("'r'", "ZeroDivisionError", "'2 + 2 ='", "'x'"):
-        assert name in str(caught.value)
-    note = caught.value.__notes__[0]
-    assert "len(text) - 1" in note
-    assert "judge/rewards.py" not in note
-    assert_refused("SystemExit", score, {"r": lambda completions: exit(3)}, ASKED, ANSWERS)

@@ -11,7 +11,7 @@ import inspect
 import re
 from typing import NamedTuple
 
-from common.script import BadInput, panics_as_errors, shown
+from common.script import BadInput, shown
 
 STOP = ")"              # where a call ends, and sampling waits for the answer
 ANSWER = " = "
@@ -52,8 +52,7 @@ def reply(transcript, tools):
     if name not in tools:
         return one_line(ERROR, f"no tool {name!r}; there is {', '.join(tools)}")
     try:
-        with panics_as_errors():
-            return one_line(ANSWER, tools[name](transcript[start:end - 1]))
+        return one_line(ANSWER, tools[name](transcript[start:end - 1]))
     except (Exception, SystemExit) as e:    # the policy sees its mistake and may correct it
         return one_line(ERROR, str(e) or type(e).__name__)
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from extras.hub.families import published
 from common.files import read_json
-from common.script import BadInput, panics_as_errors, shown
+from common.script import BadInput, shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -35,11 +35,13 @@ NO_WEIGHTS = (".attn.bias", ".masked_bias", ".attention.bias", ".rotary_emb.inv_
 def one_line(what, advice="download it again"):
     """Turn whatever a package raises into one line that names the file."""
     try:
-        with panics_as_errors():
-            yield
+        yield
     except BadInput:
         raise
-    except Exception as e:  # the packages raise their own errors, and a dozen of Python's
+    except BaseException as e:  # the packages raise their own errors, and a dozen of Python's
+        # a panic of a package in Rust is no Exception
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
         raise BadInput(f"{what}: {type(e).__name__}: {e}; {advice}") from e
 
 

@@ -164,7 +164,6 @@ def test_metrics_count_what_the_policy_drew():
 
 
 @pytest.mark.parametrize("function, name", [
-    (lambda prompts, transcripts: [{}[text] for text in transcripts], "KeyError"),
     (lambda transcripts: "yes", "'yes'"), (lambda transcripts: transcripts[1:], "transcripts"),
     (lambda transcripts: [3] * len(transcripts), "[3, 3, "),
     (lambda transcripts: transcripts.clear() or [], "environment"),
