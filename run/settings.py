@@ -285,7 +285,7 @@ def settings_that_are(kind):
 
 DEFINED_HERE = "config file"    # the module of its functions
 # functions that are used by their name alone
-GIVEN = ("target", "weigh", "texts", "questions", "choose", "advantage", "optimizer")
+GIVEN = ("target", "weigh", "group", "texts", "questions", "choose", "advantage", "optimizer")
 
 
 def load_settings(argv):

@@ -9,6 +9,8 @@ and which words of them. Prints it and writes account.html into the run's folder
 
     --prompts=FILE      several sentences: .csv or .jsonl with the columns prompt and completion
     --account=True      the completions of lowest reward before training
+    --by=COLUMN         groups the rollouts by a column of the prompts' file or of samples.jsonl,
+                        or by the config file's function group(prompt, completion, reward, row)
     --held_out=N        held-out completions at each step: more are less noise and take longer
     --since=N           the part of the run after N iterations
     --parts=N           looks at N parts of each step, where steps are too large for a straight line

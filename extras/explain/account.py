@@ -21,8 +21,8 @@ back to those by theta, m, v and g; the one by theta then gets H L_t too, since 
 H is the Hessian of the step's loss. In this derivative alone s is damped, s + 0.3 rms(s): where v
 is tiny a step is hardly more than a sign, and its derivative is huge and means nothing.
 
-S steps, I iterations of N rollouts, W trained weights end to end, K columns: sentences, or the one
-number.
+S steps, I iterations of N rollouts, W trained weights end to end, K columns: sentences, or folds of
+the one number.
 """
 import math
 import tempfile

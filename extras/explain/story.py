@@ -17,6 +17,8 @@ from common.script import BadInput, hash_of, own_flags, seed_for, shown
 from data.prompts import check_text, read_prompt
 from extras.explain import told
 from extras.explain.account import account, flat, replay, smoothness, walk_back
+from extras.explain.groups import rows_of, splits_of
+from extras.explain.number import total
 from extras.explain.page import show
 from extras.explain.target import Function, HeldOut, Sentences, follow
 from extras.explain.words import pieces_of
@@ -28,8 +30,8 @@ from run.inputs import changed_inputs, what_was_read
 from run.sampling import sample_completions
 from run.settings import load_settings, read_run, settings_that_are
 
-FLAGS = dict(target="", prompt="", completion="", prompts="", account=False, held_out=0, since=0,
-             parts=1, hessian=True)
+FLAGS = dict(target="", prompt="", completion="", prompts="", account=False, by="", held_out=0,
+             since=0, parts=1, hessian=True)
 WORST = 3           # completions that are told of with --account=True
 OTHER = 0.1         # of the change that a replay may be off
 # times of the run that an account takes beside the held-out completions; what a prediction takes
@@ -114,8 +116,11 @@ def far_from_run(setup, target, course, states, folder, path, last, changed):
     saved = flat(last["policy"][names[p]].to(states[-1][0]) for p in setup.trained)
     if torch.equal(saved, states[-1][0].cpu()):
         return []
-    ends = target.at(saved, with_slope=False).parts.sum(1)                          # (K,)
-    off = ((course.values[-1] - ends).abs() / course.change.abs().clamp(min=1e-30)).max()
+    off = target.at(saved, with_slope=False).value - course.values[-1]              # (K,)
+    change = course.change
+    if target.is_sampled:       # its columns are folds of one number
+        off, change = off.sum(), change.sum()
+    off = (off.abs() / change.abs().clamp(min=1e-30)).max()
     threads = read_json(f"{folder}/config.json").get("threads")
     causes = (f"threads (then {threads}, now {torch.get_num_threads()}: --threads={threads}), a "
               "GPU, another machine or version, settings that changed, a reward that draws random "
@@ -149,8 +154,9 @@ def target_asked(setup, cfg, own, sentences):
         functions = {name: reward_named(setup, cfg, name)}
         weights = [1.0]
     prompts = setup.eval_prompts
-    count = max(2, own["held_out"] // len(prompts) or cfg.num_eval_generations)
-    if own["held_out"]:
+    count = max(2, cfg.num_eval_generations)
+    if own["held_out"]:     # over prompts first
+        count = max(2, own["held_out"] // len(prompts))
         prompts = prompts[:max(1, own["held_out"] // count)]
     return HeldOut(name or "reward", setup, cfg, functions, weights, prompts, count)
 
@@ -236,33 +242,63 @@ class Replayed(NamedTuple):
     course: Any         # target.Course
     found: Any          # account.Account
     smooth: float       # account.smoothness; NaN: nothing is predicted
+    by: str             # what the reader groups the rollouts by, or ""
+    labels: Any         # of all rollouts, by that; or None
 
 
 def told_of(world, target, text, sentence, i):
-    """Of number i: sentences, the figure, tables, groups of cards. text, sentence: a prompt, and a
+    """Of number i: sentences, the chart, tables, groups of cards. text, sentence: a prompt, and a
     Rollout of one row; or "" and None where the number is no sentence's."""
-    setup, cfg, states, taken, since, course, found, smooth = world
+    setup, cfg, states, taken, since, course, found, smooth, by, labels = world
     story = told.story_of(target, course, found, i, taken, since)
-    is_smooth = smooth >= SMOOTH
-    figure = told.figure_of(story)
-    iterations = told.by_iteration(story)
+    chart = told.chart_of(story)
+    tables = [told.by_iteration(story)]
     cards = []
     if sentence is not None:
-        change = pieces_of(sentence, course.parts[-1, i] - course.parts[0, i], setup.tokenizer)
-        cards.append({"The sentence": [(f"{story.change:+.3f}", text, change)]})
-    if story.error > told.USELESS:
-        return told.lines_of(story, None, is_smooth), figure, [iterations], cards
-    steps = list(walk_back(setup, states, taken, course.means))[::-1]
-    by_share = [G[i] for *_, G in steps]
-    by_effect = [x[i] for x in found.directions]
-    tables = [told.gathered(story), iterations]
-    tokens = None
-    if story.cancelling < told.CANCELS:
-        tokens = told.by_token(story, setup, cfg, states, by_share)
-        tables.insert(1, tokens)
-    directions = by_effect if is_smooth else by_share
+        change = pieces_of(sentence, course.ends[1][i] - course.ends[0][i], setup.tokenizer)
+        cards.append({"The sentence": [(total(story.change).text(3), text, change)]})
+    rows = rows_of(taken, story.shares)
+    splits = splits_of(rows, by, labels)
+    tables.insert(0, told.gathered(rows, splits, story.digits))
+    if by:
+        tables.insert(0, told.over_time(rows, splits[by], since, story.digits))
+    if not story.is_useful:
+        return told.lines_of(story, rows, splits, by, None), chart, tables, cards
+
+    # the tokens
+    by_share = [G for *_, G in walk_back(setup, states, taken, course.means)][::-1]
+    if not target.is_sampled:
+        by_share = [G[i:i + 1] for G in by_share]
+    tokens = told.by_token(story, setup, cfg, states, by_share)
+    tables.insert(-1, tokens)
+
+    # the rollouts
+    is_smooth = smooth >= SMOOTH
+    directions = [x[i] for x in found.directions] if is_smooth else [G.sum(0) for G in by_share]
     cards.append(told.cards_of(story, setup, cfg, states, directions, is_smooth))
-    return told.lines_of(story, tokens, is_smooth), figure, tables, cards
+    return told.lines_of(story, rows, splits, by, tokens), chart, tables, cards
+
+
+def labels_by(folder, cfg, taken, by):
+    """What the reader groups the rollouts by, for each of them: the function group(prompt,
+    completion, reward, row) of the config file, a column of the prompts' file, or one of
+    samples.jsonl."""
+    batches = {k.it: k.batch for k in taken}
+    rows = [(it, prompt, text, reward) for it, batch in batches.items() for prompt, text, reward in
+            zip(batch.prompts, batch.completions, batch.rewards.tolist())]
+    if by == "group" and by in cfg.functions:
+        return [cfg.functions[by](prompt.text, text, reward, prompt.row)
+                for _, prompt, text, reward in rows]
+    if by in rows[0][1].row:
+        return [prompt.row.get(by) for _, prompt, *_ in rows]
+    logged = {(row["iteration"], row["prompt"], row["completion"]): row
+              for row in read_log(f"{folder}/samples.jsonl")}
+    known = sorted({"group"} & cfg.functions.keys() | rows[0][1].row.keys()
+                   | next(iter(logged.values()), {}).keys())
+    if by not in known:
+        raise BadInput(f"--by={by}: must be a column of the prompts' file or of samples.jsonl, or "
+                       "`group`, a function of the config file; there are: " + ", ".join(known))
+    return [logged.get((it + 1, prompt.text, text), {}).get(by) for it, prompt, text, _ in rows]
 
 
 def reward_in_words(cfg, name):
@@ -280,7 +316,7 @@ def about_run(folder, cfg, target, taken, since, end):
     names = [reward_in_words(cfg, name) for name in cfg.reward_funcs]
     rollouts = sum(len(batch.row_weights) for batch in {k.it: k.batch for k in taken}.values())
     return (f"An account says which of the rollouts that a run was trained on made a number rise "
-            f"or fall. The run: {cfg.policy}, trained for {', '.join(names)} (higher is better) on "
+            f"or fall. The run: {folder}, trained for {', '.join(names)} (higher is better) on "
             f"{rollouts} rollouts, iterations {since + 1} to {end}. The number: {target.about}. "
             f"{told.ABOUT}")
 
@@ -319,16 +355,17 @@ def main(argv):
     lines = []
     cards = []
     tables = []
-    figures = []
-    world = Replayed(setup, cfg, states, taken, since, course, found, smooth)
+    charts = []
+    labels = labels_by(folder, cfg, taken, own["by"]) if own["by"] else None
+    world = Replayed(setup, cfg, states, taken, since, course, found, smooth, own["by"], labels)
     for i, (text, sentence) in enumerate(sentences or [("", None)]):
-        own_lines, own_figure, own_tables, own_cards = told_of(world, target, text, sentence, i)
+        own_lines, own_chart, own_tables, own_cards = told_of(world, target, text, sentence, i)
         lines += own_lines
-        figures.append(own_figure)
+        charts.append(own_chart)
         tables += own_tables
         number = f"{i + 1}. " * (len(sentences) > 1)
         cards += [{number + heading: some for heading, some in lists.items()}
                   for lists in own_cards]
     lines += [told.say_smooth(smooth, SMOOTH), *note]
     about = about_run(folder, cfg, target, taken, since, end)
-    show(folder, "account", about, lines, cards, tables, figures, told.TINT)
+    show(folder, "account", about, lines, cards, tables, charts, told.TINT)

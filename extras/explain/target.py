@@ -11,10 +11,9 @@ The slope of an expected reward R = E[r(o)] is E[r(o) grad log p(o)], the score 
 that these very weights draw. From a completion's reward the mean of the others of its prompt is
 taken off, which changes no expectation and most of the noise.
 
-S steps, W trained weights end to end, K columns: sentences, or the one number. F parts of a column
-add up to it: folds of the prompts, or tokens.
+S steps, W trained weights end to end, K columns: sentences, or the folds of the held-out sample,
+which add up to the one reward: how much they differ says how noisy any sum of shares is.
 """
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,16 +30,16 @@ from rollout import completion_logprobs
 from run.sampling import sample_completions
 from tracin import target_number
 
-FOLDS = 8       # of the held-out prompts: how noisy is a sum?
+FOLDS = 8       # of the held-out sample
 AT_ONCE = 400   # completions that are sampled together; limits memory
 SURE = 0.1      # of the completions: those that count most have a backward pass for certain
 
 
 class Point(NamedTuple):
     """The target at some weights."""
-    parts: Tensor   # (K, F): of its value
-    slope: Tensor   # (K, W)
-    gains: Tensor   # (D, K, F) of D directions (W,): <slope, direction>; F is 1 but for HeldOut
+    value: Tensor   # (K,)
+    parts: Tensor   # of the value: (prompts, completions), or (sentences, tokens)
+    slope: Tensor   # (K, W); None: not asked for
 
 
 # ------------------------------------------------------------------------------------------------
@@ -72,6 +71,14 @@ class HeldOut(NamedTuple):
     def rollouts(self):
         return len(self.prompts) * self.count
 
+    @property
+    def folds_of(self):
+        """What the folds are of: the prompts, which stand for others like them; or the completions,
+        where there are no others: one prompt, or prompts that are trained on, too."""
+        trained_on = {prompt.text for prompt in self.setup.prompts}
+        is_new = any(prompt.text not in trained_on for prompt in self.prompts)
+        return "prompts" if is_new and len(self.prompts) > 1 else "completions"
+
     @full_precision()
     def sample(self):
         """Completions of the prompts by the policy as it is, always with the same random numbers:
@@ -88,7 +95,7 @@ class HeldOut(NamedTuple):
         facts = reward_facts(rollout, cfg.max_iters)
         return rollout, score(self.functions, prompts, completions, facts)
 
-    def at(self, weights, directions=(), with_slope=True):
+    def at(self, weights, with_slope=True):
         """The target at these weights -> Point."""
         setup = self.setup
         vector_to_parameters(weights.to(setup.device), setup.trained)
@@ -96,24 +103,18 @@ class HeldOut(NamedTuple):
         value, signal = centred(scores, torch.tensor(self.weights).double(), self.count)    # (N,)
         signal = thinned(signal, seed_for("thinned"))
 
-        # by folds of the prompts
-        folds = min(FOLDS, len(self.prompts))
-        fold = torch.arange(len(value)) // self.count % folds
-        parts = torch.zeros(1, folds, dtype=torch.float64).index_add_(1, fold, value[None])
+        # prompt i, or completion i, is in fold i modulo the number of folds
+        unit = self.count if self.folds_of == "prompts" else 1
+        folds = min(FOLDS, len(value) // unit)
+        fold = torch.arange(len(value)) // unit % folds
+        values = torch.zeros(folds, dtype=torch.float64).index_add_(0, fold, value)
+        parts = value.view(-1, self.count)
         if not with_slope:
-            return Point(parts, None, None)
-
-        slope = weights.new_zeros(1, len(weights), device=setup.device)
-        gains = torch.zeros(len(directions), 1, folds, dtype=torch.float64)
-        for f in range(folds):
-            rows = ((fold == f) & (signal != 0)).nonzero()[:, 0]
-            if not len(rows):       # equal rewards
-                continue
-            g = self.slope_of(rollout, signal, rows)
-            slope += g
-            for d, direction in enumerate(directions):
-                gains[d, 0, f] = g @ direction.to(g)
-        return Point(parts, slope, gains)
+            return Point(values, parts, None)
+        carries = signal != 0       # not so where rewards are equal
+        rows = [(carries & (fold == f)).nonzero()[:, 0] for f in range(folds)]
+        slopes = [self.slope_of(rollout, signal, some) for some in rows]
+        return Point(values, parts, torch.stack(slopes))
 
     @full_precision()
     def slope_of(self, rollout, signal, rows):
@@ -121,16 +122,12 @@ class HeldOut(NamedTuple):
         total = torch.zeros_like(flat(self.setup.trained))
         signal = signal.to(rollout.logp)
         for some in rows.to(rollout.logp.device).split(self.cfg.micro_batch_size):
+            if not len(some):       # no row at all
+                break
             logp = completion_logprobs(
                 self.setup.policy, rollout[some], self.cfg.eval_temperature).sum(1)
             total = total + gradient((logp * signal[some]).sum(), self.setup.trained)
         return total
-
-
-def noise_of(parts):
-    """The standard error of the sum of parts (F,), by how much they differ; NaN of one."""
-    n = len(parts)
-    return float(parts.std() * math.sqrt(n)) if n > 1 else math.nan
 
 
 def centred(scores, weights, count):
@@ -173,17 +170,17 @@ class Sentences(NamedTuple):
     title = "log p"
     about = "the log-prob of a sentence"
     rollouts = 0        # that are sampled for it
+    folds_of = ""
 
     @full_precision()
-    def at(self, weights, directions=(), with_slope=True):
+    def at(self, weights, with_slope=True):
         vector_to_parameters(weights.to(self.setup.device), self.setup.trained)
         with torch.set_grad_enabled(with_slope):
             logp = completion_logprobs(self.setup.policy, self.rollout, self.cfg.temperature)
-        if not with_slope:
-            return Point(logp.detach().cpu(), None, None)
+        parts = logp.detach().cpu().double()                                        # (K, T)
         slope = torch.stack([gradient(x, self.setup.trained, retain_graph=True)
-                             for x in logp.sum(1)])
-        return Point(logp.detach().cpu(), slope, gains_of(slope, directions))
+                             for x in logp.sum(1)]) if with_slope else None
+        return Point(parts.sum(1), parts, slope)
 
 
 class Function(NamedTuple):
@@ -197,20 +194,15 @@ class Function(NamedTuple):
     title = "target"
     about = "the number that target(policy, tokenizer, batch) of the config file returns"
     rollouts = 0
+    folds_of = ""
 
     @full_precision()
-    def at(self, weights, directions=(), with_slope=True):
+    def at(self, weights, with_slope=True):
         vector_to_parameters(weights.to(self.setup.device), self.setup.trained)
         number = target_number(self.cfg, self.setup, self.batch)
         slope = gradient(number, self.setup.trained)[None] if with_slope else None
-        value = number.detach().cpu().view(1, 1)
-        return Point(value, slope, gains_of(slope, directions) if with_slope else None)
-
-
-def gains_of(slope, directions):
-    """Gains (D, K, 1)."""
-    found = [slope @ direction.to(slope) for direction in directions]
-    return torch.stack(found)[..., None].double().cpu() if found else torch.zeros(0)
+        value = number.detach().cpu().double().view(1)
+        return Point(value, value[None], slope)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -219,14 +211,11 @@ def gains_of(slope, directions):
 
 class Course(NamedTuple):
     """The target along a run."""
-    parts: Tensor       # (S + 1, K, F) of its value before each step and after the last
-    gains: Tensor       # (S, K, F') of <mean slope, step>: nearly its changes
+    values: Tensor      # (S + 1, K) before each step and after the last
+    gains: Tensor       # (S, K) of <mean slope, step>: nearly its changes
+    ends: list          # Point.parts at the start and at the end
     means: list         # S mean slopes (K, W) on the way of a step
     last: Tensor        # (K, W) the slope at the end
-
-    @property
-    def values(self):   # (S + 1, K)
-        return self.parts.sum(2)
 
     @property
     def change(self):   # (K,)
@@ -236,24 +225,24 @@ class Course(NamedTuple):
 def follow(target, states, folder, parts=1):
     """The Course of a target along the states of a run. The mean slope on the straight line of a
     step is that of `parts` parts of it, by the trapezoid rule: 1 takes the mean of both ends."""
-    ways = [after[0] - before[0] for before, after in zip(states, states[1:])]
-    progress = Progress("target", "point", len(ways) * parts + 1)
-    end = target.at(states[0][0], ways[:1])
-    values = [end.parts]
+    progress = Progress("target", "point", (len(states) - 1) * parts + 1)
+    start = end = target.at(states[0][0])
+    values = [start.value]
     gains = []
     means = []
-    for t, way in enumerate(ways):
-        # the end of one step is the start of the next: it is looked at once, along both
-        points = [end]
-        points += [target.at(states[t][0] + way * (i / parts), [way]) for i in range(1, parts)]
-        end = target.at(states[t + 1][0], ways[t:t + 2])
-        points.append(end)
+    for t, (before, after) in enumerate(zip(states, states[1:]), 1):
+        # the end of one step is the start of the next
+        way = after[0] - before[0]
+        slopes = [end.slope]
+        slopes += [target.at(before[0] + way * (i / parts)).slope for i in range(1, parts)]
+        end = target.at(after[0])
+        slopes.append(end.slope)
         shares = [0.5, *[1.0] * (parts - 1), 0.5]
-        mean = sum(share * point.slope for share, point in zip(shares, points)) / parts
-        along = [points[0].gains[-1], *(point.gains[0] for point in points[1:])]
+        mean = sum(share * slope for share, slope in zip(shares, slopes)) / parts
+        values.append(end.value)
+        gains.append((mean @ way.to(mean)).double().cpu())
         means.append(kept(mean, folder))
-        gains.append(sum(share * gain for share, gain in zip(shares, along)) / parts)
-        values.append(end.parts)
         if progress.is_due():
-            progress.show((t + 1) * parts + 1)
-    return Course(torch.stack(values), torch.stack(gains), means, end.slope)
+            progress.show(t * parts + 1)
+    return Course(torch.stack(values), torch.stack(gains), [start.parts, end.parts], means,
+                  end.slope)

@@ -1,8 +1,10 @@
 """
 What is told of an account: how a number went along a run, what gave that, how far the sum can be
-trusted, which rollouts did most. account.py has the arithmetic, page.py writes the page.
+trusted, which rollouts did most. account.py has the arithmetic, groups.py the groups, page.py
+writes the page.
 
-S steps, I iterations of N rollouts, W trained weights end to end, T tokens.
+S steps, I iterations of N rollouts, W trained weights end to end, T tokens. F folds of the held-out
+sample add up to the number; of a sentence there is one, and it is exact.
 """
 import math
 from typing import Any, NamedTuple
@@ -13,21 +15,19 @@ from torch.nn.utils import vector_to_parameters
 
 from common.progress import Progress
 from extras.explain.account import by_parameter
-from extras.explain.page import Figure, Table, chart, facts_of
+from extras.explain.groups import at_random, counts_of, most_of, rows_of, splits_of, sums_of
+from extras.explain.number import Number, percent, text_of, total
+from extras.explain.page import Table, chart, facts_of
 from extras.explain.sentences import best_and_worst
-from extras.explain.target import noise_of
-from extras.explain.words import logprob_changes, pieces_of, token_slopes
+from extras.explain.words import changes_along, pieces_of, token_slopes
 from run.run import sample_rows
 
 TOO_FAR = 0.05      # the sum from the measured change: said
-USELESS = 0.5       # no rollouts are listed
-CANCELS = 5         # times of their sum that shares are in size: none of single prompts, tokens
-BANDS = 4           # of rewards and lengths
+USELESS = 0.5       # no rollouts are listed: the sum is so far off, or its noise is so large
 TOKENS = 12         # of those that gave most
-PROMPTS = 4         # of those that gave most, and least
-ONE_BAND = 0.9      # of the rollouts in one band of lengths: these say nothing
-PARTS = {"kl": "KL", "entropy": "entropy bonus", "decay": "weight decay"}     # names in words
-BLOCKS = "▁▂▃▄▅▆▇█"
+NAMED = 3           # groups that tie in a sentence
+PARTS = {"kl": "KL", "entropy": "entropy bonus", "decay": "weight decay",
+         "rounding": "bfloat16's rounding"}     # names in words
 
 
 class Story(NamedTuple):
@@ -35,331 +35,266 @@ class Story(NamedTuple):
     name: str           # "held-out reward", "log p"
     taken: list         # account.Taken
     since: int          # the iteration before the first
-    values: Tensor      # (S + 1,) along the run
-    gains: Tensor       # (S,) of the steps, by the mean slope on their way
-    shares: Tensor      # (I, N)
+    values: Tensor      # (S + 1, F) along the run
+    gains: Tensor       # (S, F) of the steps, by the mean slope on their way
+    shares: Tensor      # (F, I, N)
     effects: Any        # (I, N), or None
-    rest: dict          # {name: (I,)}
-    noise: dict         # standard errors of "change", "sum" and their "difference"; {}: exact
-    rollouts: int       # held-out completions at each step; 0: none
+    rest: dict          # {name: (F, I)}
+    ends: list          # target.Point.parts at the start and at the end
+    rollouts: int       # held-out completions at each point; 0: none
+    folds_of: str       # "prompts", "completions"; "": exact
 
     @property
-    def change(self):
-        return float(self.values[-1] - self.values[0])
+    def change(self):       # (F,)
+        return self.values[-1] - self.values[0]
 
     @property
-    def together(self):
-        return float(self.shares.sum() + sum(x.sum() for x in self.rest.values()))
+    def together(self):     # (F,)
+        return self.shares.sum((1, 2)) + sum(x.sum(1) for x in self.rest.values())
+
+    @property
+    def off(self):
+        """How far the sum is from the change."""
+        return total(self.together - self.change)
+
+    @property
+    def size(self):
+        return max(abs(float(self.change.sum())), 1e-30)
 
     @property
     def error(self):
         """How far the sum is from the change, as a part of it."""
-        return abs(self.together - self.change) / max(abs(self.change), 1e-30)
+        return abs(self.off.value) / self.size
+
+    @property
+    def noise(self):
+        """The standard error of the sum, as a part of it."""
+        found = total(self.together)
+        return found.error / max(abs(found.value), 1e-30)
+
+    @property
+    def is_useful(self):
+        return self.error <= USELESS and self.noise <= USELESS
 
     @property
     def cancelling(self):
         """How many times of their sum the shares are in size."""
-        return float(self.shares.abs().sum() / self.shares.sum().abs().clamp(min=1e-30))
+        shares = self.shares.sum(0)
+        return float(shares.abs().sum() / shares.sum().abs().clamp(min=1e-30))
 
     @property
-    def noise_of_error(self):
-        """How far it may be by chance; NaN where that is not known."""
-        return self.noise.get("difference", math.nan) / max(abs(self.change), 1e-30)
+    def digits(self):
+        """As many behind the point as the numbers deserve."""
+        size = max(self.size, float(self.shares.sum((0, 2)).abs().max()), 1e-12)
+        return min(9, max(2, 2 - math.floor(math.log10(size))))
+
+    def text(self, parts):
+        return total(parts).text(self.digits)
 
 
 def story_of(target, course, found, i, taken, since):
-    """The Story of column i."""
-    noise = {}
-    if target.is_sampled:
-        change = course.parts[-1, i] - course.parts[0, i]                           # (F,)
-        along = course.gains[:, i].sum(0)                                           # (F,)
-        noise = dict(change=noise_of(change), sum=noise_of(along),
-                     difference=noise_of(along - change))
-    rest = {name: x[i] for name, x in found.rest.items()}
+    """The Story of sentence i, or of the one number."""
+    columns = slice(None) if target.is_sampled else slice(i, i + 1)
+    rest = {name: x[columns] for name, x in found.rest.items()}
     effects = None if found.effects is None else found.effects[i]
-    return Story(target.title, taken, since, course.values[:, i], course.gains[:, i].sum(1),
-                 found.shares[i], effects, rest, noise, target.rollouts)
+    return Story(target.title, taken, since, course.values[:, columns], course.gains[:, columns],
+                 found.shares[columns], effects, rest, course.ends, target.rollouts,
+                 target.folds_of)
 
 
 # ------------------------------------------------------------------------------------------------
 # how it went
 
 
-def digits_of(story):
-    """As many digits behind the point as the numbers deserve."""
-    size = max(abs(story.change), float(story.shares.sum(1).abs().max()), 1e-12)
-    return min(9, max(2, 2 - math.floor(math.log10(size))))
-
-
-def plus_minus(story, kind):
-    error = story.noise.get(kind, math.nan)
-    return f" ± {error:.{digits_of(story)}f}" if error == error else ""
-
-
-def curve(values):
-    height = (values - values.min()) / (values.max() - values.min()).clamp(min=1e-30)
-    return "".join(BLOCKS[round(7 * x)] for x in height.tolist())
+def change_here(ends):
+    """The Number of the change on the held-out prompts themselves, without how much prompts differ.
+    ends: (prompts, completions) before and after, by the same random numbers."""
+    change = ends[1] - ends[0]
+    error = (change.var(1) * change.shape[1]).sum().sqrt()
+    return Number(float(change.sum()), float(error))
 
 
 def course_of(story):
     """The line of the values at both ends of the run."""
-    n = digits_of(story)
-    first, last = float(story.values[0]), float(story.values[-1])
+    n = story.digits
+    first, last = story.values[[0, -1]].sum(1).tolist()
     line = f"{story.name}: {first:.{n}f} before, {last:.{n}f} after"
     if story.name == "log p":
-        change = abs(story.change)
-        word = "likelier" if story.change > 0 else "less likely"
-        return f"{line}. Training made it {math.exp(min(700, change)):.3g} times {word}"
-    return f"{line}, {story.change:+.{n}f}{plus_minus(story, 'change')}"
+        change = last - first
+        word = "likelier" if change > 0 else "less likely"
+        return f"{line}. Training made it {math.exp(min(700, abs(change))):.3g} times {word}"
+    if not story.rollouts:
+        return f"{line}, {story.text(story.change)}"
+    line = f"{line}, {change_here(story.ends).text(n)} on these prompts"
+    if story.folds_of == "prompts":
+        line += f"; on others like them, ± {total(story.change).error:.{n}f}"
+    return line
 
 
 def rest_of(story):
-    """{name in words: shares (I,)} of what is no rollout's, without what is 0."""
+    """{name in words: shares (F, I)} of what is no rollout's, without what is 0."""
     return {PARTS.get(name, name): x for name, x in story.rest.items() if x.any()}
 
 
 def by_iteration(story):
     """Table: how the number went, what its steps were to give it, what its rollouts gave."""
-    n = digits_of(story)
+    n = story.digits
     ends = {k.it: t for t, k in enumerate(story.taken, 1)}     # steps done after an iteration
     rest = rest_of(story)
-    rows = [[str(story.since), f"{story.values[0]:.{n}f}", *[""] * (3 + len(rest))]]
-
-    def row(name, value, numbers):
-        rows.append([name, f"{value:.{n}f}", *(f"{float(x):+.{n}f}" for x in numbers)])
-
+    values = [f"{x:.{n}f}" for x in story.values.sum(1).tolist()]
+    rows = [[str(story.since), values[0], *[""] * (3 + len(rest))]]
     before = 0
-    for it in range(story.since, len(story.shares)):
+    for it in range(story.since, story.shares.shape[1]):
         after = ends.get(it, before)
-        rise = story.values[after] - story.values[before]
-        gain = story.gains[before:after].sum()
-        row(str(it + 1), story.values[after],
-            [rise, gain, story.shares[it].sum(), *(x[it] for x in rest.values())])
+        numbers = [story.values[after] - story.values[before], story.gains[before:after].sum(0),
+                   story.shares[:, it].sum(1), *(x[:, it] for x in rest.values())]
+        rows.append([str(it + 1), values[after], *map(total, numbers)])
         before = after
-    row("all", story.values[-1], [story.change, story.gains.sum(), story.shares.sum(),
-                                  *(x.sum() for x in rest.values())])
+    numbers = [story.change, story.gains.sum(0), story.shares.sum((1, 2)),
+               *(x.sum(1) for x in rest.values())]
+    rows.append(["all", values[-1], *map(total, numbers)])
     header = ["iteration", f"{story.name} after it", "its change", "change by the account",
               "from its rollouts", *(f"from {name}" for name in rest)]
-    return Table("Iteration by iteration", header, rows, (
+    return Table("Iteration by iteration", header, rows, n, (
         "Columns add up, rows do not: rollouts and the rest of the loss count in the iteration "
         "that they come from, also for what they do in later steps, by AdamW's momentum."))
 
 
 def closing(story):
     """The sum beside what was measured."""
-    n = digits_of(story)
-    given = {"rollouts": story.shares, **rest_of(story)}
-    parts = ", ".join(f"{name} {float(x.sum()):+.{n}f}" for name, x in given.items())
+    given = {"rollouts": story.shares.sum((1, 2)),
+             **{name: x.sum(1) for name, x in rest_of(story).items()}}
+    parts = ", ".join(f"{name} {story.text(x)}" for name, x in given.items())
     nats = " nats" if story.name == "log p" else ""
     noise = ""
-    if story.noise:
-        noise = "; ± is one standard error, by folds of the held-out prompts"
-    off = abs(story.together - story.change)
-    return (f"account: {parts}, together {story.together:+.{n}f}{plus_minus(story, 'sum')}{nats}; "
-            f"measured change {story.change:+.{n}f}{plus_minus(story, 'change')}: off by "
-            f"{off:.{n}f}{plus_minus(story, 'difference')} ({100 * story.error:.1f} %{noise})")
+    if story.rollouts:
+        noise = f"; ± is one standard error, by folds of the held-out {story.folds_of}"
+    off = story.off
+    return (f"account: {parts}, together {story.text(story.together)}{nats}; measured change "
+            f"{story.text(story.change)}: off by "
+            f"{off._replace(value=abs(off.value)).text(story.digits)[1:]} "
+            f"({100 * story.error:.1f} %{noise})")
+
+
+def advice(story):
+    """What to do where the sum is not the change: what was rounded comes first."""
+    rounded = abs(float(story.rest["rounding"].sum())) if "rounding" in story.rest else 0.0
+    if rounded > TOO_FAR * story.size:
+        return "the run's bfloat16 rounded much of it: a run with --dtype=float32 does not"
+    if not story.off.is_known:
+        return "that is noise: more held-out rollouts, --held_out=N, know it better"
+    return "the steps are too large for a straight line: --parts=4 looks at four parts of each step"
 
 
 def warnings(story):
     """Where the sum is not the change, or cannot be known to be."""
-    is_noise = story.error < 2 * story.noise_of_error
     if story.error > USELESS:
-        reason = "that is noise: more held-out rollouts, --held_out=N" if is_noise else (
-            "the steps are too large for a straight line: --parts=4 looks at four parts of each")
-        yield (f"The sum is {100 * story.error:.0f} % off the measured change, so no rollouts "
-               f"are listed: {reason}.")
-    elif story.error > TOO_FAR and not is_noise:
-        yield ("warning: the steps are too large for a straight line; --parts=4 looks at four "
-               "parts of each step")
+        yield (f"The sum is {100 * story.error:.0f} % off the measured change, so no single "
+               f"rollouts are listed: {advice(story)}.")
+    elif story.noise > USELESS:
+        yield (f"The sum is known to ± {100 * story.noise:.0f} % of itself, so no single "
+               "rollouts are listed: more held-out rollouts, --held_out=N, know it better.")
+    elif story.error > TOO_FAR and story.off.is_known:
+        yield f"warning: {advice(story)}"
 
 
 def needed(story):
     """How many held-out completions would do; "" where there are enough."""
-    if TOO_FAR < story.noise_of_error < 1:
-        count = story.rollouts * (story.noise_of_error / TOO_FAR) ** 2
-        return (f"To know the sum and the change to {100 * TOO_FAR:.0f} % takes about "
-                f"{float(f'{count:.1g}'):.0f} held-out completions at each step (--held_out=N), in "
-                f"place of {story.rollouts}.")
-    return ""
+    noise = story.off.error / story.size
+    if not TOO_FAR < noise < 1:
+        return ""
+    count = story.rollouts * (noise / TOO_FAR) ** 2
+    return (f"To know the sum and the change to {100 * TOO_FAR:.0f} % takes about "
+            f"{float(f'{count:.1g}'):.0f} held-out completions at each point (--held_out=N), in "
+            f"place of {story.rollouts}.")
 
 
 # ------------------------------------------------------------------------------------------------
 # what gave it
 
 
-def bands(x, name):
-    """Names of the bands of values (n,), and the band of each (n,); -1 where it is NaN."""
-    known = x[~x.isnan()]
-    distinct = known.unique()
-    if len(distinct) <= BANDS:
-        where = torch.full(x.shape, -1)
-        for i, value in enumerate(distinct):
-            where[x == value] = i
-        return [f"{name} {value:.4g}" for value in distinct.tolist()], where
-    low, high = float(known.min()), float(known.max())
-    width = (high - low) / BANDS
-    where = ((x - low) / width).nan_to_num(-1).floor().clamp(-1, BANDS - 1).long()
-    edges = [low + i * width for i in range(BANDS + 1)]
-    return [f"{name} {a:.3g} to {b:.3g}" for a, b in zip(edges, edges[1:])], where
+def gathered(rows, splits, digits):
+    """Table: shares by what a person can name."""
+    whole = rows.shares.sum(1)
+
+    def line(name, count, share, chance):
+        return [name, str(count), total(share), percent(share, whole), chance]
+
+    lines = [line("all", rows.n, whole, "")]
+    for split in splits.values():
+        lines.append([f"by {split.what}"])
+        groups = zip(split.names, counts_of(split).tolist(), sums_of(rows, split).T,
+                     at_random(rows, split))
+        lines += [line(*group) for group in groups if group[1]]
+    header = ["rollouts", "how many", "share", "% of the sum", "as many at random"]
+    return Table("Shares of the rollouts, in groups", header, lines, digits, (
+        "Each split adds up to all. A group may have more than 100 %, where others are below 0. "
+        "Advantage is the reward relative to the prompt's other completions (with a critic: to "
+        "what that expected). As many at random: what a group of this size has, and by how much "
+        "that varies, where the shares of each iteration are dealt out anew among its rollouts. "
+        "A split tells something where groups differ from that."))
 
 
-def length_bands(length):
-    """As bands, of whole tokens."""
-    low, high = int(length.min()), int(length.max())
-    width = math.ceil((high - low + 1) / BANDS)
-    names = []
-    for first in range(low, high + 1, width):
-        last = min(high, first + width - 1)
-        names.append(f"{first} to {last} tokens" if last > first else f"{first} tokens")
-    return names, (length.long() - low) // width
+def over_time(rows, split, since, digits):
+    """Table: the groups of a split, iteration by iteration."""
+    lines = []
+    for it in range(since, int(rows.iteration.max()) + 1):
+        here = rows._replace(shares=rows.shares * (rows.iteration == it))
+        lines.append([str(it + 1), *map(total, sums_of(here, split).T)])
+    lines.append(["all", *map(total, sums_of(rows, split).T)])
+    some = [i for i, count in enumerate(counts_of(split).tolist()) if count]
+    return Table(f"Shares by {split.what}, iteration by iteration",
+                 ["iteration", *(split.names[i] for i in some)],
+                 [[line[0], *(line[1 + i] for i in some)] for line in lines], digits)
 
 
-class Rows(NamedTuple):
-    """All rollouts of an account, flat: n of them."""
-    iteration: Tensor   # from 0
-    share: Tensor
-    reward: Tensor
-    advantage: Tensor
-    length: Tensor      # tokens that the policy drew
-    prompt: list        # texts
-    completion: list
+def say_push(rows, split, digits):
+    """The sum, and what either direction has of it."""
+    whole = rows.shares.sum(1)
+    parts = [f"{name} {said(share, whole, digits)}" for name, count, share in
+             zip(split.names, counts_of(split).tolist(), sums_of(rows, split).T)
+             if count and share.any()]
+    return (f"The shares of the rollouts add up to {total(whole).text(digits)}: "
+            f"{'; '.join(parts)}.")
 
 
-def rows_of(story):
-    batches = {k.it: k.batch for k in story.taken}
-    def flat(of):
-        return torch.cat([of(batch).detach().cpu().double() for batch in batches.values()])
-    return Rows(
-        torch.tensor([it for it in batches for _ in story.shares[it]]),
-        torch.cat([story.shares[it] for it in batches]),
-        flat(lambda batch: batch.rewards), flat(lambda batch: batch.row_advantages),
-        flat(lambda batch: batch.rollout.sampled_mask.sum(1)),
-        [prompt.text for batch in batches.values() for prompt in batch.prompts],
-        [text for batch in batches.values() for text in batch.completions])
+def said(share, whole, digits):
+    """A share in a sentence, with its part of the whole where that is known."""
+    number = total(share)
+    if not number.is_known:
+        return f"{number.text(digits)} (not known from 0)"
+    part = text_of(percent(share, whole), digits)
+    return number.text(digits) + f", {part}" * bool(part)
 
 
-def splits_of(story, rows):
-    """{by what: {name: rollouts (n,) of True and False}}. Each but that by prompts has all
-    rollouts."""
-    bands_of_reward, band = bands(rows.reward, "reward")
-    bands_of_reward.append("no reward (abstained)")         # band -1
-    by_reward = {name: band == i for i, name in enumerate(bands_of_reward[:-1])}
-    by_reward[bands_of_reward[-1]] = band == -1
-    by_sign = {"made less likely (advantage below 0)": rows.advantage < 0,
-               "advantage 0 (not pushed)": rows.advantage == 0,
-               "made likelier (advantage above 0)": rows.advantage > 0}
-    both = {f"{name}, {sign}": pick & way
-            for name, pick in by_reward.items() for sign, way in by_sign.items()}
-    names, band = length_bands(rows.length)
-    by_length = {name: band == i for i, name in enumerate(names)}
-    splits = {"advantage": by_sign, "reward": by_reward, "reward and advantage": both}
-    if max(int(pick.sum()) for pick in by_length.values()) < ONE_BAND * len(rows.share):
-        splits["length"] = by_length
+def say_split(rows, split, digits, least):
+    """Which group is known to have most of the sum, and which to have pulled the other way. least:
+    no smaller share is named."""
+    whole = rows.shares.sum(1)
+    sums = sums_of(rows, split)
+    counts = counts_of(split)
 
-    prompts = {}
-    for i, text in enumerate(rows.prompt):
-        prompts.setdefault(text, []).append(i)
-    order = sorted(prompts, key=lambda text: -float(rows.share[prompts[text]].sum()))
-    shown = order if len(order) <= 2 * PROMPTS else order[:PROMPTS] + order[-PROMPTS:]
-    by_prompt = {}
-    for text in shown if story.cancelling < CANCELS else ():
-        pick = torch.zeros(len(rows.share), dtype=torch.bool)
-        pick[prompts[text]] = True
-        by_prompt[repr(text[:40])] = pick | by_prompt.get(repr(text[:40]), False)
-    some = f" ({PROMPTS} highest, {PROMPTS} lowest of {len(order)})" * (len(shown) < len(order))
-    splits[f"prompt{some}"] = by_prompt
-    return splits
+    def named(groups, way):
+        if not groups:
+            return f"no group is known to have pulled {way}"
+        if len(groups) > NAMED:
+            return f"which pulled most {way} is not known ({len(groups)} groups tie)"
+        if len(groups) > 1:
+            return f"{' and '.join(split.names[i] for i in groups)} tie {way}"
+        i = groups[0]
+        return (f"most {way} pulled {split.names[i]} ({int(counts[i])} of {rows.n} rollouts), "
+                f"{said(sums[:, i], whole, digits)}")
+
+    up, down = most_of(rows, split, least)
+    return f"By {split.what}: {named(up, 'up')}; {named(down, 'down')}."
 
 
-def percent(part, whole):
-    return f"{round(100 * float(part) / float(whole))} %" if whole else ""
-
-
-def gathered(story):
-    """Table: shares by what a person can name; beside them without the iterations where shares
-    cancel."""
-    rows = rows_of(story)
-    n = digits_of(story)
-    left = cancels(story.shares)                                                    # (I,)
-    kinds = [torch.ones(len(rows.share), dtype=torch.bool)]
-    header = ["rollouts", "how many", "share", "% of the sum"]
-    if left.any():
-        kinds.append(~left[rows.iteration])
-        header += [f"share, {iterations_named(left)} left out", "% of that sum"]
-
-    def line(name, pick):
-        cells = [name, str(int(pick.sum()))]
-        for kept in kinds:
-            share = float(rows.share[pick & kept].sum())
-            cells += [f"{share:+.{n}f}", percent(share, float(rows.share[kept].sum()))]
-        return cells
-
-    lines = [line("all", kinds[0])]
-    for what, split in splits_of(story, rows).items():
-        some = [line(name, pick) for name, pick in split.items() if pick.any()]
-        lines += [[f"by {what}"], *some] if some else []
-    note = ("Each split adds up to all. A group may have more than 100 %, where others are below "
-            "0. Advantage is the reward relative to the prompt's other completions (with a critic: "
-            "to what that expected).")
-    if story.cancelling >= CANCELS:
-        note += (f" There is no split by prompt, since single shares are more than {CANCELS} times "
-                 "their sum in size.")
-    return Table("Shares of the rollouts, in groups", header, lines, note)
-
-
-def cancels(shares):
-    """Of which iterations (I,) the shares (I, N) cancel; of none, where they do in each."""
-    sizes = shares.abs().sum(1)
-    found = sizes > CANCELS * shares.sum(1).abs()
-    return found & ((sizes > 0) & ~found).any()
-
-
-def readable(shares):
-    """shares (I, N), 0 in the iterations where they cancel; all, where they do in each."""
-    return shares.masked_fill(cancels(shares)[:, None], 0)
-
-
-def iterations_named(which):
-    """Those of which (I,) is True, in words."""
-    names = [str(it + 1) for it in which.nonzero().flatten().tolist()]
-    return f"iteration{'s' * (len(names) > 1)} {', '.join(names)}"
-
-
-def taught(story, by_effect):
-    """Sentences: what either direction has of the sum; the cell of reward and direction that has
-    most, and a rollout of it, by its effect or by its share. Without the iterations where shares
-    cancel."""
-    rows = rows_of(story)
-    left = cancels(story.shares)                                                    # (I,)
-    kept = ~left[rows.iteration]
-    total = float(rows.share[kept].sum())
-    if not total:
-        return []
-    n = digits_of(story)
-    splits = splits_of(story, rows)
-
-    def has(pick):
-        share = float(rows.share[pick & kept].sum())
-        return f"{share:+.{n}f}, {percent(share, total)}"
-
-    signs = [f"{name} {has(pick)}" for name, pick in splits["advantage"].items()
-             if (pick & kept & (rows.advantage != 0)).any()]
-    without = f" ({iterations_named(left)} left out, whose shares cancel)" if left.any() else ""
-    first = f"The shares of the rollouts add up to {total:+.{n}f}{without}: {'; '.join(signs)}."
-
-    towards = rows.share * math.copysign(1, total)
-    cells = splits["reward and advantage"]
-    name = max(cells, key=lambda name: float(towards[cells[name] & kept].sum()))
-    pick = cells[name] & kept
-    did = story.effects if by_effect else story.shares
-    iterations = dict.fromkeys(k.it for k in story.taken)
-    did = torch.cat([did[it] for it in iterations]) * math.copysign(1, total)
-    most = int(did.masked_fill(~pick, -math.inf).argmax())
-    second = (f"The largest group by reward and advantage: {name}, {int(pick.sum())} of "
-              f"{int(kept.sum())} rollouts, {has(pick)}; for example iteration "
-              f"{int(rows.iteration[most]) + 1}, {rows.prompt[most][:60]!r} -> "
-              f"{rows.completion[most][:80]!r}.")
-    return [first, second]
+def taught(rows, splits, by, digits, least):
+    """Sentences: what gave the sum. by: what the reader asked for, or ""."""
+    asked = [by] if by else []
+    return [say_push(rows, splits["push"], digits),
+            *(say_split(rows, splits[what], digits, least)
+              for what in (*asked, "reward and push", "prompt"))]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -368,60 +303,53 @@ def taught(story, by_effect):
 
 def token_products(setup, cfg, states, taken, directions, places=None):
     """For each step, and some of its rows: (step, rows (n,), slopes (n, T) of the loss by the
-    log-probs of their tokens, parts (n, T) of <g_i, direction>). directions: S of (W,). places:
-    (iteration, number) of the rollouts that are asked for; None: all."""
+    log-probs of their tokens, parts (F, n, T) of <g_i, direction>). directions: S of (F, W).
+    places: (iteration, number) of the rollouts that are asked for; None: all."""
     for k, before, direction in zip(taken, states, directions):
         here = [j for j in k.step.rows.tolist() if places is None or (k.it, j) in places]
         if not here:
             continue
         vector_to_parameters(before[0].to(setup.device), setup.trained)
         slopes = token_slopes(setup, cfg, k.batch, k.step)                          # (N, T)
-        direction = by_parameter(setup, direction.to(setup.device))
+        along = [by_parameter(setup, d) for d in direction.to(setup.device)]
         for rows in torch.tensor(here, device=slopes.device).split(cfg.micro_batch_size):
-            changes = logprob_changes(
-                setup.policy, direction, k.batch.rollout[rows], cfg.temperature)
+            changes = changes_along(setup.policy, along, k.batch.rollout[rows], cfg.temperature)
             yield k, rows, slopes[rows], slopes[rows] * changes
 
 
 def token_parts(setup, cfg, states, taken, directions, places):
-    """{place: parts (T,) of its tokens}, over all steps."""
+    """{place: parts (T,) of its tokens}, over all steps. directions: S of (W,)."""
     found = dict.fromkeys(places, 0.0)
-    for k, rows, _, parts in token_products(setup, cfg, states, taken, directions, set(places)):
-        for j, words in zip(rows.tolist(), parts):
+    one = [d[None] for d in directions]
+    for k, rows, _, parts in token_products(setup, cfg, states, taken, one, set(places)):
+        for j, words in zip(rows.tolist(), parts[0]):
             found[k.it, j] = found[k.it, j] + words
     return found
 
 
 def by_token(story, setup, cfg, states, directions):
-    """Table: shares by the token. directions: S of G_t (W,)."""
+    """Table: shares by the token. directions: S of G_t (F, W)."""
     V = setup.policy.config.vocab_size
-    shares = torch.zeros(V, dtype=torch.float64)
+    shares = torch.zeros(len(story.shares), V, dtype=torch.float64)
     counts = torch.zeros(2, V, dtype=torch.long)    # less likely, likelier
-    progress = Progress("tokens", "iteration", len(story.shares) - story.since)
+    progress = Progress("tokens", "iteration", story.shares.shape[1] - story.since)
     for k, rows, slopes, parts in token_products(setup, cfg, states, story.taken, directions):
         ids = k.batch.rollout.tokens[rows][:, -slopes.shape[1]:].cpu()              # (n, T)
-        shares.index_add_(0, ids.flatten(), parts.flatten().double().cpu())
+        shares.index_add_(1, ids.flatten(), parts.flatten(1).double().cpu())
         for way, pushed in enumerate((slopes > 0, slopes < 0)):
             counts[way] += ids[pushed.cpu()].bincount(minlength=V)
         if progress.is_due():
             progress.show(k.it + 1 - story.since)
-    n = digits_of(story)
-    total = float(story.shares.sum())
+    whole = story.shares.sum((1, 2))
     lines = [[repr(setup.tokenizer.decode([token])), str(int(counts[1, token])),
-              str(int(counts[0, token])), f"{shares[token]:+.{n}f}",
-              percent(float(shares[token]), total)]
-             for token in shares.abs().argsort(descending=True)[:TOKENS].tolist()]
+              str(int(counts[0, token])), total(shares[:, token]),
+              percent(shares[:, token], whole)]
+             for token in shares.sum(0).abs().argsort(descending=True)[:TOKENS].tolist()]
     header = ["token", "times made likelier", "less likely", "share", "% of the rollouts' sum"]
     known = int((counts.sum(0) > 0).sum())
     return Table(f"Shares of the tokens: the {len(lines)} largest of {known} by size", header,
-                 lines, "All tokens add up to the rollouts' sum; a token may have more than 100 %.")
-
-
-def places_of(x, names, note=""):
-    """{heading: places} of the largest and the smallest of x (I, N)."""
-    headings = (f"Largest positive {names}{note}", f"Largest negative {names}{note}")
-    return {heading: [divmod(i, x.shape[1]) for i in some]
-            for heading, some in zip(headings, best_and_worst(x.flatten()).values())}
+                 lines, story.digits,
+                 "All tokens add up to the rollouts' sum; a token may have more than 100 %.")
 
 
 def card(story, setup, cfg, place, words, last):
@@ -429,21 +357,20 @@ def card(story, setup, cfg, place, words, last):
     it, j = place
     batch = next(k.batch for k in reversed(story.taken) if k.it == it)
     row = sample_rows(it, batch, cfg)[j]
-    facts = facts_of(row, f"share {story.shares[it, j]:+.{digits_of(story) + 1}f}", last)
+    facts = facts_of(row, f"share {total(story.shares[:, it, j]).text(story.digits + 1)}", last)
     return facts, row["prompt"], pieces_of(batch.rollout[[j]], words, setup.tokenizer)
 
 
 def cards_of(story, setup, cfg, states, directions, by_effect):
     """{heading: [(facts, prompt, Pieces)]} of the rollouts at both ends: by what the number would
     be without them, or by their shares. directions: S of (W,), of these."""
-    left = cancels(story.shares)
-    if by_effect:
-        places = places_of(story.effects, "effects")
-    else:
-        note = f" ({iterations_named(left)} left out)" if left.any() else ""
-        places = places_of(readable(story.shares), "shares", note)
+    x = story.effects if by_effect else story.shares.sum(0)                         # (I, N)
+    names = "effects" if by_effect else "shares"
+    headings = (f"Largest positive {names}", f"Largest negative {names}")
+    places = {heading: [divmod(i, x.shape[1]) for i in some]
+              for heading, some in zip(headings, best_and_worst(x.flatten()).values())}
     words = token_parts(setup, cfg, states, story.taken, directions, sum(places.values(), []))
-    end = float(story.values[-1])
+    end = float(story.values[-1].sum())
 
     def last(it, j):
         if by_effect and story.name == "log p":
@@ -470,58 +397,53 @@ def say_smooth(smooth, bound):
     if smooth != smooth:
         return ("What the number would be without a rollout is not predicted: for a reward no "
                 "check could tell where such a prediction is right, and without the Hessian too "
-                "many are wrong (docs/account.md). The lists are by share, and single shares "
-                "cancel: trust the sums.")
+                "many are wrong (docs/account.md). The lists are by share.")
     scale = f"{smooth:.2f}; 1: smooth, 0: chance"
     if smooth < bound:
         return (f"The run is rough ({scale}; predictions need {bound:.2f}): what the number would "
-                "be without a rollout cannot be predicted. The lists are by share, and single "
-                "shares cancel: trust the sums.")
+                "be without a rollout cannot be predicted. The lists are by share.")
     return (f"The run is smooth ({scale}; predictions need {bound:.2f}): small changes of its "
             "rollouts change it nearly as predicted. The lists are in the order of the predicted "
             "effects.")
 
 
-def say_tokens(tokens):
-    """The tokens that gave most. tokens: by_token's Table, or None."""
-    rows = tokens.rows if tokens else []
-    most = [f"{name} {part}" for name, *_, part in rows if not part.startswith("-")][:3]
-    return f"Tokens, by their part of the rollouts' sum: {', '.join(most)}." if most else ""
+def say_tokens(table):
+    """The tokens that are known to have given most. table: by_token's, or None."""
+    rows = table.rows if table else []
+    most = [f"{name} {text_of(part, 0)}" for name, *_, share, part in rows
+            if part and part.value > 0 and share.is_known]
+    return f"Tokens, by their part of the rollouts' sum: {', '.join(most[:3])}." if most else ""
 
 
-def say_cancelling(story):
-    """Why single shares are not to be read, where they are not."""
-    if story.cancelling < 2:
-        return ""
-    sizes = story.shares.abs().sum(1)                                               # (I,)
-    it = int(sizes.argmax())
-    text = (f"Single shares cancel: added without their signs they are {story.cancelling:.1f} "
-            f"times their sum, {percent(sizes[it], sizes.sum())} of that in iteration {it + 1}. "
-            "Where a weight has had tiny gradients, as in the first steps, the optimizer scales "
-            "them up, so opposing rollouts get huge shares that cancel.")
-    if story.cancelling < CANCELS:
+def say_single(story):
+    """How far single shares are from adding up, and how much of their order is noise."""
+    text = (f"Single shares are {story.cancelling:.1f} times their sum in size: where a weight has "
+            "had small gradients, as in the first steps, AdamW's small second moment scales "
+            "opposing rollouts up. Sums of groups are known better.")
+    shares = story.shares
+    if len(shares) == 1:
         return text
-    return f"{text} Above {CANCELS} times this page has no tables by prompt or token."
+    noise = float((shares.var(0) * len(shares)).mean() / shares.sum(0).var())
+    return (f"{text} Of the variance of single shares, and so of the order of the lists, "
+            f"{100 * min(1.0, noise):.0f} % is noise of the held-out completions.")
 
 
-def lines_of(story, tokens, by_effect):
-    """Sentences. tokens: by_token's Table, or None. by_effect: the order of rollouts."""
-    found = [course_of(story)]
-    if story.error <= USELESS:
-        found += [*taught(story, by_effect), say_tokens(tokens)]
-    found += [closing(story), *warnings(story)]
-    if story.error <= USELESS:
-        found.append(say_cancelling(story))
+def lines_of(story, rows, splits, by, tokens):
+    """Sentences. tokens: by_token's Table, or None."""
+    # a group that is smaller than what the sum is off by is not known, whatever its noise
+    least = abs(story.off.value) if story.error > TOO_FAR else 0.0
+    found = [course_of(story), *taught(rows, splits, by, story.digits, least), say_tokens(tokens),
+             closing(story), *warnings(story)]
+    if story.is_useful:
+        found.append(say_single(story))
     return [text for text in [*found, needed(story)] if text]
 
 
-def figure_of(story):
-    """The Figure of the number along the run."""
-    sums = story.values[0] + torch.cat([torch.zeros(1), story.gains.cumsum(0)])
-    ends = {k.it: t for t, k in enumerate(story.taken, 1)}
-    ticks = [(0, story.since), *((t, it + 1) for it, t in ends.items())]
+def chart_of(story):
+    """The Chart of the number along the run."""
+    values = story.values.sum(1)
+    sums = values[0] + torch.cat([torch.zeros(1), story.gains.sum(1).cumsum(0)])
+    ticks = [(0, story.since), *((t, k.it + 1) for t, k in enumerate(story.taken, 1))]
+    ticks = list({it: (t, it) for t, it in ticks}.values())     # the last step of each iteration
     few = ticks[::math.ceil(len(ticks) / 12)]
-    n = digits_of(story)
-    first, last = float(story.values[0]), float(story.values[-1])
-    line = f"{story.name} {first:.{n}f} {curve(story.values)} {last:.{n}f}"
-    return Figure(chart(story.values.tolist(), sums.tolist(), story.name, few), line)
+    return chart(story.name, values.tolist(), sums.tolist(), few)

@@ -12,6 +12,7 @@ from common.script import seed_for
 from extras.explain import target as targets
 from extras.explain.account import (
     account, flat, replay, smoothness, smoothness_by, train_again, walk_back)
+from extras.explain.number import total
 from extras.explain.story import row_of
 from extras.explain.target import HeldOut, Sentences, follow, thinned
 from extras.explain.told import token_parts
@@ -173,8 +174,7 @@ def held_out_slope_by_hand(setup, cfg, weights, count):
     """grad of the expected reward by the score function, a completion at a time, by the weights
     that drew them; and the mean reward."""
     vector_to_parameters(weights, setup.trained)
-    target = held_out_of(setup, cfg, count)
-    rollout, scores = target.sample()
+    rollout, scores = held_out_of(setup, cfg, count).sample()
     r = scores[:, 0]
     signal = []
     for i in range(len(r)):
@@ -204,8 +204,8 @@ def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
     check_shares(world, found, [slope for slope, _ in by_score])
     for t, (_, value) in enumerate(by_score):
         assert abs(course.values[t].sum() - value) < 1e-9
-    gains = float(course.gains.sum())
-    assert abs(gains - found.together) < 1e-9 * float(found.shares.abs().max())
+    off = (course.gains.sum(0) - found.together).abs().max()
+    assert off < 1e-9 * found.shares.abs().max(), "the shares of a fold are another fold's"
 
 
 def check_shares(world, found, slopes):
@@ -213,9 +213,9 @@ def check_shares(world, found, slopes):
     weights = [x[0] for x in states]
     along = sum(float((a + b) / 2 @ (y - x))
                 for a, b, x, y in zip(slopes, slopes[1:], weights, weights[1:]))
-    shares = found.shares[0]
+    shares = found.shares.sum(0)
     size = float(shares.abs().max())
-    assert abs(found.together - along) < 1e-9 * size, "shares do not add up to the steps"
+    assert abs(found.together.sum() - along) < 1e-9 * size, "shares do not add up to the steps"
     parts = {name for name, share in found.rest.items() if share.any()}
     assert bool(parts & {"kl", "entropy", "critic"}) == cfg.has_rest
     assert ("decay" in parts) == (cfg.weight_decay > 0)
@@ -382,6 +382,24 @@ def test_the_slope_is_that_of_the_expected_reward(monkeypatch):
     noise = (slopes.var(0).sum() / 8).sqrt()        # of the mean
     assert noise < 0.3 * exact.norm(), "too few samples to say anything"
     assert error < 1.5 * noise, f"the slope is off by {error / noise:.2f} times its noise"
+
+
+def test_the_stated_noise_is_how_much_other_samples_differ(monkeypatch):
+    """Of the value, and of the slope along a direction, by 60 seeds of the held-out sample."""
+    cfg = settings(functions=odd_reward)
+    setup = setup_for(cfg)
+    weights = flat(setup.trained).detach().clone()
+    direction = torch.randn(len(weights), generator=torch.Generator().manual_seed(1))
+    held_out = held_out_of(setup, cfg, 24)
+    found = []
+    for seed in range(60):
+        monkeypatch.setattr(targets, "seed_for", lambda *what, i=seed: seed_for(*what, i))
+        point = held_out.at(weights)
+        found.append((total(point.value), total(point.slope @ direction)))
+    for numbers in zip(*found):
+        values = torch.tensor([number.value for number in numbers])
+        stated = torch.tensor([number.error for number in numbers]).square().mean().sqrt()
+        assert 0.7 < stated / values.std() < 1.4, "the errors are not those of other samples"
 
 
 def test_thinning_changes_nothing_on_average():

@@ -3,6 +3,7 @@ it cannot answer and leaves nothing behind. Its arithmetic is in test_account.py
 import functools
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import torch
 
 from extras.explain import story
 from extras.explain import told as told_module
+from extras.explain.groups import at_random, rows_of, splits_of, sums_of
 from extras.explain.told import TOO_FAR
 from rollout import Rollout
 from run.settings import Settings
@@ -149,7 +151,7 @@ def test_the_held_out_reward_is_that_of_the_evaluation(run, kind):
     assert "nats" not in text and "nan" not in text
     shown = page_of(folder)
     assert "<svg" in shown
-    assert ("<article>" in shown) == ("  share " in text)
+    assert ("<article>" in shown) == ("\n  share " in text)
     assert contents(folder) == before
 
 
@@ -176,51 +178,77 @@ def test_a_judge_and_a_function_are_explained(run_grpo, tmp_path):
 def test_what_cannot_be_trusted_is_not_listed(run, monkeypatch):
     """Effects where the run is rough, shares where the sum is far from the measured change."""
     folder = run("plain")
-    for smooth, useless, effects, shares in ((-2.0, 9.0, True, True), (2.0, 9.0, False, True),
+    for smooth, useless, effects, shares in ((-2.0, 1e9, True, True), (2.0, 1e9, False, True),
                                              (-2.0, 0.0, False, False)):
         monkeypatch.setattr(story, "SMOOTH", smooth)
         monkeypatch.setattr(told_module, "USELESS", useless)
         text, _ = told(folder, *ASKED)
         assert ("without it" in text) == effects
-        assert ("  share " in text) == shares
+        assert ("\n  share " in text) == shares
 
 
 def test_of_a_reward_nothing_is_predicted(run, monkeypatch):
     """Its lists are by share, and the passes that only a prediction needs are not made."""
     monkeypatch.setattr(story, "SMOOTH", -2.0)
-    monkeypatch.setattr(told_module, "USELESS", 9.0)
+    monkeypatch.setattr(told_module, "USELESS", 1e9)
     monkeypatch.setattr(accounts, "hessian_times", None)
     monkeypatch.setattr(accounts, "train_again", None)
     text, _ = told(run("plain"))
     assert "without it" not in text
-    assert "  share " in text
+    assert "\n  share " in text
 
 
-def planted(shares, effects=None, **more):
-    """A Story of one iteration: three rollouts of low reward, made less likely, and five others."""
-    shares = torch.tensor([shares])
+REWARDS = [0.0, 0.2, 0.1, 1, 1, 0.9, 1, 1]
+
+
+def planted(shares, weights=(1.0,) * 8, rewards=REWARDS, **more):
+    """A Story of some iterations, from shares (F, I, 8): three rollouts of low reward, made less
+    likely, and five others."""
+    shares = torch.tensor(shares).double()
     mask = torch.ones(8, 2, dtype=torch.bool)
     batch = SimpleNamespace(
-        rewards=torch.tensor([0.0, 0.2, 0.1, 1, 1, 0.9, 1, 1]),
+        rewards=torch.tensor(rewards), row_weights=torch.tensor(weights),
         row_advantages=torch.tensor([-1.0] * 3 + [1.0] * 5), rollout=Rollout(*[mask] * 7),
-        prompts=[SimpleNamespace(text=f"prompt {i}") for i in range(8)],
+        prompts=[SimpleNamespace(text=f"prompt {i}", row={"half": "ab"[i % 2]}) for i in range(8)],
         completions=[f"said {i}" for i in range(8)])
-    known = dict(taken=[SimpleNamespace(it=0, batch=batch)], since=0, rest={}, noise={},
-                 name="held-out reward", values=torch.tensor([0.0, 1.0]), shares=shares,
-                 effects=shares if effects is None else torch.tensor([effects]))
+    step = SimpleNamespace(rows=torch.arange(8))
+    known = dict(
+        taken=[SimpleNamespace(it=it, batch=batch, step=step) for it in range(shares.shape[1])],
+        since=0, rest={}, name="held-out reward", shares=shares, rollouts=100, folds_of="prompts",
+        values=torch.stack([0 * shares.sum((1, 2)), shares.sum((1, 2))]),
+        gains=shares.sum((1, 2))[None], ends=[torch.zeros(2, 2), torch.ones(2, 2)])
     return told_module.Story(**dict.fromkeys(told_module.Story._fields) | known | more)
 
 
-def test_what_taught_most_is_named_with_its_part_and_an_example():
+def folds(shares, noise):
+    """Eight folds (8, 1, 8) of these shares (8,), noise of them apart."""
+    signs = torch.tensor([1.0, -1.0] * 4)[:, None]
+    return ((torch.tensor(shares) + noise * signs)[:, None] / 8).tolist()
+
+
+def sentences(story, by="", labels=None):
+    rows = rows_of(story.taken, story.shares)
+    splits = splits_of(rows, by, labels)
+    return told_module.taught(rows, splits, by, 2, 0.0)
+
+
+def table_of(story):
+    rows = rows_of(story.taken, story.shares)
+    return told_module.gathered(rows, splits_of(rows), 2)
+
+
+def test_a_group_is_named_where_it_is_known_and_ties_are_ties():
     shares = [0.2, 0.4, 0.3, 0.5, -0.4, 0, 0, 0]
-    effects = [0.1, 0.1, 0.9, 1.0, 1.0, 0, 0, 0]
-    found = planted(shares, effects)
-    signs, text = told_module.taught(found, by_effect=False)
-    assert "90 %" in signs and "10 %" in signs
-    assert "3 of 8" in text and "90 %" in text
-    assert "'prompt 1' -> 'said 1'" in text
-    assert "'prompt 2' -> 'said 2'" in told_module.taught(found, by_effect=True)[1]
-    assert "'prompt 1'" in [row[0] for row in told_module.gathered(found).rows]
+    push, both, prompt = sentences(planted(folds(shares, 0.01)))
+    assert "made less likely +0.90" in push and "90 %" in push
+    assert "most up pulled reward 0 to 0.25, made less likely (3 of 8 rollouts)" in both
+    assert "most up pulled 'prompt 3'" in prompt and "most down pulled 'prompt 4'" in prompt
+    tied = torch.tensor(folds([0.5, 0.49, 0, 0, 0, 0, 0, 0], 0.1))
+    tied[:, :, 1] = tied[:, :, 1].flip(0)       # each is known, and their difference is not
+    assert "'prompt 0' and 'prompt 1' tie up" in sentences(planted(tied.tolist()))[2]
+    *_, both, prompt = sentences(planted(folds(shares, 3.0)))
+    assert "no group is known" in both and "no group is known" in prompt
+    assert "%" not in both + prompt, "a part of a sum that is not known"
 
 
 def splits_in(table):
@@ -234,31 +262,74 @@ def splits_in(table):
     return splits
 
 
-def two_iterations():
-    """A Story: in the first iteration shares cancel, one of its rollouts has no reward."""
-    one = planted([4.0, -3.5, 0.25, 0.25, 0.5, -1.0, 0, 0])
-    two = planted([0.2, 0.4, 0.3, 0.5, -0.4, 0, 0, 0])
-    first, second = one.taken + two.taken
-    first.batch.rewards[5] = float("nan")
-    second.it = 1
-    return one._replace(taken=[first, second], shares=torch.cat([one.shares, two.shares]))
-
-
-def test_groups_add_up_and_the_largest_that_is_told_stands_among_them():
-    """With and without the iteration whose shares cancel, which the sentences leave out."""
-    found = two_iterations()
-    table = told_module.gathered(found)
-    splits = splits_in(table)
-    (_, count, share, _, rest, _), = splits.pop("")
-    assert (int(count), float(share), float(rest)) == (16, 1.5, 1.0)
+def test_groups_of_all_iterations_add_up_with_their_errors():
+    """One rollout has no reward; the shares of the first iteration cancel, and count."""
+    generator = torch.Generator().manual_seed(3)
+    shares = torch.randn(8, 2, 8, generator=generator, dtype=torch.float64)
+    story = planted(shares.tolist(), rewards=[math.nan, *REWARDS[1:]])
+    splits = splits_in(table_of(story))
+    (_, count, whole, *_), = splits.pop("")
+    assert int(count) == 16 and whole.value == pytest.approx(float(shares.sum()))
+    by_fold = shares.sum((1, 2))
+    assert whole.error == pytest.approx(float(by_fold.std() * 8 ** 0.5))
+    assert len(splits) == 4
+    unknown, = (row for row in splits["by reward"] if row[0] == "no reward")
+    assert unknown[2].value == pytest.approx(float(shares[:, :, 0].sum()))
     for head, rows in splits.items():
-        for column, total in ((1, 16), (2, 1.5), (4, 1.0)):
-            found_total = sum(float(row[column]) for row in rows)
-            assert found_total == pytest.approx(total, abs=0.011 * len(rows)), (head, column)
-    text = told_module.taught(found, by_effect=False)[1]
-    assert "prompt 1' -> 'said 1'" in text and "iteration 2" in text
-    told_rows = [row for rows in splits.values() for row in rows if f": {row[0]}, " in text]
-    assert [row for row in told_rows if f"{row[4]}, {row[5]}" in text], "no row has these numbers"
+        assert sum(int(row[1]) for row in rows) == 16, head
+        assert sum(row[2].value for row in rows) == pytest.approx(whole.value), head
+        assert sum(row[4].value for row in rows) == pytest.approx(whole.value), head
+    less, _ = splits["by push"]
+    expected = shares[:, :, :3].sum((1, 2))
+    assert less[2].error == pytest.approx(float(expected.std() * 8 ** 0.5))
+
+
+def test_what_was_dropped_or_turned_is_not_called_pushed():
+    """By the sign of weight times advantage."""
+    story = planted(folds([1.0] * 8, 0.01), weights=[0.0, -1, 1, 1, 1, 1, 1, 0.0])
+    counts = {row[0]: int(row[1]) for row in splits_in(table_of(story))["by push"]}
+    assert counts == {"made less likely": 1, "made likelier": 5, "dropped by influence": 2}
+
+
+def test_the_spread_of_groups_at_random_is_that_of_dealing_out():
+    """The control: shares of each iteration permuted among its rollouts, many times."""
+    generator = torch.Generator().manual_seed(5)
+    shares = torch.randn(1, 2, 8, generator=generator, dtype=torch.float64)
+    story = planted(shares.tolist())
+    split = splits_of(rows_of(story.taken, story.shares))["push"]
+    found = []
+    for _ in range(3000):
+        dealt = torch.stack([x[torch.randperm(8, generator=generator)] for x in shares[0]])
+        found.append(sums_of(rows_of(story.taken, dealt[None]), split)[0])
+    found = torch.stack(found)
+    for i, number in enumerate(at_random(rows_of(story.taken, story.shares), split)):
+        assert number.value == pytest.approx(float(found[:, i].mean()), abs=.1)
+        assert number.error == pytest.approx(float(found[:, i].std()), rel=.1)
+
+
+def test_a_group_of_the_readers_own_is_named():
+    shares = [0.5, -0.4] * 4
+    labels = [row["half"] for row in (p.row for p in planted([[shares]]).taken[0].batch.prompts)]
+    text = sentences(planted(folds(shares, 0.01)), "half", labels)[1]
+    assert "most up pulled half 'a' (4 of 8 rollouts), +2.00" in text
+    assert "most down pulled half 'b' (4 of 8 rollouts), -1.60" in text
+    many = [0.1 * i for i in range(16)]
+    split = splits_of(rows_of(planted([[shares] * 2]).taken, torch.ones(1, 2, 8)), "x", many)["x"]
+    assert len(split.names) == 5 and "0 to 0.375" in split.names[0], "numbers have no bands"
+
+
+def test_where_the_noise_of_the_sum_is_large_no_single_rollout_is_told():
+    certain, unsure = (planted(folds([1.0] * 8, noise)) for noise in (0.1, 40.0))
+    assert certain.is_useful and not unsure.is_useful
+    assert not list(told_module.warnings(certain))
+    assert "single" in list(told_module.warnings(unsure))[0]
+
+
+def test_advice_asks_first_what_was_rounded():
+    story = planted(folds([1.0] * 8, 0.01))
+    far = story._replace(values=story.values / 2)
+    assert "--parts" in told_module.advice(far)
+    assert "bfloat16" in told_module.advice(far._replace(rest={"rounding": torch.ones(8, 1)}))
 
 
 def test_a_reward_is_told_by_its_name_and_its_own_words():
@@ -275,20 +346,12 @@ def test_a_reward_is_told_by_its_name_and_its_own_words():
     assert story.reward_in_words(Settings(judge_score="logit"), "judge") == "judge"
 
 
-def test_where_shares_cancel_none_of_single_prompts_is_told():
-    found = planted([4.0, -3.5, 0.25, 0.25, 0, 0, 0, 0])
-    assert "8.0" in told_module.say_cancelling(found)
-    assert "'prompt 1'" not in [row[0] for row in told_module.gathered(found).rows]
-    assert not told_module.say_cancelling(planted([1.0] * 8))
-    shares = torch.tensor([[4.0, -3.5], [1.0, -0.2]])
-    assert told_module.readable(shares).tolist() == [[0, 0], shares[1].tolist()]
-
-
 def test_the_completions_that_five_percent_would_take_are_said():
     """A noise of twice that takes four times as many."""
-    found = planted([1.0] + [0.0] * 7, noise={"difference": 0.1}, rollouts=100)
-    assert "400" in told_module.needed(found)
-    assert not told_module.needed(planted([1.0] + [0.0] * 7))
+    story = planted(folds([1.0] * 8, 0.01))
+    away = torch.tensor([1.0, -1.0] * 4) * 0.8 * (7 / 8 / 8) ** 0.5     # 0.8 is a tenth of all
+    assert "400" in told_module.needed(story._replace(values=story.values + away * story.values))
+    assert not told_module.needed(story)
 
 
 @pytest.mark.parametrize("since, start", [(1, 0), (2, 2), (3, 2), (4, 4)])
@@ -315,8 +378,24 @@ def test_several_sentences_are_explained_together_also_where_other_settings_are_
 
 
 def test_held_out_is_the_number_of_completions(run):
-    text, _ = told(run("plain"), "--held_out=40", FAST, "--since=3")
-    assert "40 completions of 4 held-out prompts" in text
+    for count, of in ((40, "40 completions of 4"), (6, "6 completions of 3")):
+        text, _ = told(run("plain"), f"--held_out={count}", FAST, "--since=3")
+        assert f"{of} held-out prompts" in text, "they do not go over prompts first"
+
+
+def test_rollouts_are_grouped_by_a_column_or_a_function(run, tmp_path):
+    folder = run("plain")
+    text, _ = told(folder, "--by=reward", FAST, "--since=3")
+    assert "Shares by reward, iteration by iteration" in text and "By reward: " in text
+    rows = [(3, SimpleNamespace(text=f"p{i}", row={"kind": i % 2}), "said", 0.5) for i in range(4)]
+    batch = SimpleNamespace(prompts=[row[1] for row in rows], completions=["said"] * 4,
+                            rewards=torch.full((4,), 0.5))
+    taken = [SimpleNamespace(it=3, batch=batch)]
+    cfg = SimpleNamespace(functions=dict(group=lambda p, c, r, row: (p, c, r, row["kind"])))
+    assert story.labels_by(folder, cfg, taken, "group") == [
+        (f"p{i}", "said", 0.5, i % 2) for i in range(4)]
+    assert story.labels_by(folder, cfg, taken, "kind") == [0, 1, 0, 1]
+    assert_refused(("--by", "advantage", "kind"), story.labels_by, folder, cfg, taken, "no")
 
 
 def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch):

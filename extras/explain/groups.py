@@ -1,0 +1,174 @@
+"""
+The rollouts of an account, in groups that a person can name.
+
+F folds of the held-out prompts (1: exact), I iterations of N rollouts, n rollouts in all.
+"""
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from extras.explain.number import Number, total
+
+BANDS = 4           # of rewards, lengths and other numbers
+MOST = 8            # groups of a split by texts: the largest by size, the others are one group
+ONE_BAND = 0.9      # of the rollouts in one band of lengths: these say nothing
+
+
+class Rows(NamedTuple):
+    """All rollouts of an account, flat."""
+    iteration: Tensor   # (n,) from 0
+    shares: Tensor      # (F, n)
+    pushed: Tensor      # (n,) weight times advantage: above 0 the policy was to say it more
+    dropped: Tensor     # (n,) by influence, whose weight was 0 in each step
+    reward: Tensor      # (n,) NaN: every reward function abstained
+    length: Tensor      # (n,) tokens that the policy drew
+    prompts: list       # of data.prompts.Prompt
+    completions: list   # texts
+
+    @property
+    def n(self):
+        return self.shares.shape[1]
+
+
+class Split(NamedTuple):
+    """Rollouts in groups."""
+    what: str           # "reward"
+    names: list         # of G groups
+    where: Tensor       # (n,) the group of each
+
+
+def rows_of(taken, shares):
+    """The Rows of an account's steps. shares: (F, I, N)."""
+    batches = {k.it: k.batch for k in taken}
+    weights = {it: torch.zeros_like(batch.row_weights) for it, batch in batches.items()}
+    for k in taken:         # a rollout may have a weight in each pass
+        weights[k.it][k.step.rows] += k.batch.row_weights[k.step.rows]
+
+    def flat(of):
+        return torch.cat([of(it, batch).detach().cpu().double() for it, batch in batches.items()])
+
+    weight = flat(lambda it, batch: weights[it])
+    advantage = flat(lambda it, batch: batch.row_advantages)
+    return Rows(
+        torch.tensor([it for it in batches for _ in range(shares.shape[2])]),
+        torch.cat([shares[:, it] for it in batches], 1),
+        weight * advantage, (weight == 0) & (advantage != 0),
+        flat(lambda it, batch: batch.rewards),
+        flat(lambda it, batch: batch.rollout.sampled_mask.sum(1)),
+        [prompt for batch in batches.values() for prompt in batch.prompts],
+        [text for batch in batches.values() for text in batch.completions])
+
+
+# ------------------------------------------------------------------------------------------------
+# splits
+
+
+def bands(x, name):
+    """Names of the bands of values (n,), and the band of each (n,); NaN has one of its own."""
+    known = x[~x.isnan()]
+    distinct = known.unique()
+    if len(distinct) <= BANDS:
+        names = [f"{name} {value:.4g}" for value in distinct.tolist()]
+        where = torch.searchsorted(distinct, x.nan_to_num(0)).clamp(max=max(0, len(distinct) - 1))
+    else:
+        edges = torch.linspace(float(known.min()), float(known.max()), BANDS + 1).tolist()
+        names = [f"{name} {a:.3g} to {b:.3g}" for a, b in zip(edges, edges[1:])]
+        width = edges[1] - edges[0]
+        where = ((x.nan_to_num(edges[0]) - edges[0]) / width).long().clamp(0, BANDS - 1)
+    return [*names, f"no {name}"], where.masked_fill(x.isnan(), len(names))
+
+
+def by_text(labels, shares):
+    """Names and groups (n,) by the label of each rollout: those of largest sums by size, and what
+    is left. shares: (n,)."""
+    sums = {}
+    for label, share in zip(labels, shares.tolist()):
+        sums[label] = sums.get(label, 0.0) + share
+    order = sorted(sums, key=lambda label: -abs(sums[label]))
+    few = order if len(order) <= MOST + 1 else order[:MOST]
+    names = sorted(few, key=lambda label: -sums[label])
+    place = {label: i for i, label in enumerate(names)}
+    where = torch.tensor([place.get(label, len(names)) for label in labels])
+    return [*names, f"the other {len(order) - len(few)}"], where
+
+
+def by_push(rows):
+    """The direction in which a rollout was pushed: the sign of weight times advantage."""
+    names = ["made less likely", "not pushed (advantage 0)", "made likelier",
+             "dropped by influence"]
+    return names, (rows.pushed.sign().long() + 1).masked_fill(rows.dropped, 3)
+
+
+def crossed(first, second):
+    """Names and groups of two splits at once."""
+    (names, where), (others, other) = first, second
+    return ([f"{a}, {b}" for a in names for b in others], where * len(others) + other)
+
+
+def splits_of(rows, by="", labels=None):
+    """All Splits. labels: of the rollouts, by what the reader asks for (by), or None."""
+    shares = rows.shares.sum(0)
+    push = by_push(rows)
+    reward = bands(rows.reward, "reward")
+    found = {}
+    if labels is not None:
+        numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in labels)
+        many = numbers and len(set(labels)) > MOST
+        found[by] = (bands(torch.tensor(labels).double(), by) if many
+                     else by_text([f"{by} {x!r}" for x in labels], shares))
+    found |= {"push": push, "reward": reward, "reward and push": crossed(reward, push),
+              "prompt": by_text([repr(prompt.text[:40]) for prompt in rows.prompts], shares)}
+    low, high = rows.length.min(), rows.length.max()
+    length = bands(rows.length, "tokens") if high > low else None
+    if length and length[1].bincount().max() < ONE_BAND * rows.n:
+        found["length"] = length
+    return {what: Split(what, *split) for what, split in found.items()}
+
+
+# ------------------------------------------------------------------------------------------------
+# sums
+
+
+def counts_of(split):
+    """(G,)."""
+    return split.where.bincount(minlength=len(split.names))
+
+
+def sums_of(rows, split):
+    """Shares (F, G) of the groups."""
+    sums = torch.zeros(len(rows.shares), len(split.names), dtype=torch.float64)
+    return sums.index_add_(1, split.where, rows.shares.double())
+
+
+def at_random(rows, split):
+    """The share that each group would have, were the shares of an iteration dealt out at random
+    among its rollouts: Numbers, whose error is the standard deviation of that. A control: a split
+    that tells nothing has groups like these."""
+    x = rows.shares.sum(0).double()
+    mean = torch.zeros(len(split.names), dtype=torch.float64)
+    variance = torch.zeros_like(mean)
+    for it in rows.iteration.unique():
+        here = rows.iteration == it
+        n = int(here.sum())
+        k = split.where[here].bincount(minlength=len(split.names)).double()         # (G,)
+        mean += k / n * x[here].sum()
+        # of a sum of k numbers that are drawn from n without putting them back
+        variance += x[here].var() * k * (n - k) / n if n > 1 else 0.0
+    return [Number(float(m), float(v.sqrt())) for m, v in zip(mean, variance)]
+
+
+def most_of(rows, split, least=0.0):
+    """The groups that are known to have pulled most up, and down: two lists of indices. A list of
+    several is a tie, an empty one is not known. least: smaller shares count as not known."""
+    def first(sums):
+        best = int(sums.sum(0).argmax())
+        size = total(sums[:, best])
+        if size.value <= least or not size.is_known:
+            return []
+        others = [g for g in range(sums.shape[1]) if g != best and sums[:, g].sum() > 0
+                  and not total(sums[:, best] - sums[:, g]).is_known]
+        return [best, *others]
+
+    sums = sums_of(rows, split)
+    return first(sums), first(-sums)
