@@ -515,6 +515,12 @@ MISTAKES = [
     *of("judge/scorer.py", "test_judge.py::test_bfloat16_ties_no_scores",
         ("a judge's last layer in bfloat16", "exact_linear(self.score, x[:, 0])",
          "self.score(x[:, 0])")),
+    *of("common/script.py", "test_judge.py::test_a_reward_that_returns_something_else_is_named",
+        ("a reward that is not finite is taken", " or not x.isfinite().all():", ":"),
+        ("a reward for each completion but one", "if x.shape not in shapes or not", "if not")),
+    *of("run/check.py", "test_config.py::test_every_range_is_checked",
+        ("a range beside a type is not read", "for x in (*ranges, at_least(0))",
+         "for x in (at_least(0),)")),
     *of("judge/rewards.py", "test_judge.py::test_scores_are_columns_and_none_is_nan",
         ("a reward that abstains counts as 0", "math.nan if value is None", "0.0 if value is None")),
 
