@@ -461,6 +461,9 @@ MISTAKES = [
         "test_held_out_completions_are_drawn_by_the_policy_whose_slope_is_taken",
         ("account: the run's bfloat16 draws", "exact(self.setup), self.setup.policy",
          "self.setup, self.setup.policy")),
+    *of("extras/explain/account.py", "test_account.py::"
+        "test_what_the_rollouts_leave_of_a_gradient_is_the_rest_of_the_loss",
+        ("account: the rest of the loss has the rollouts, too", " - products[:len(G)].sum(1)", "")),
     *of("extras/explain/number.py",
         "test_story.py::test_groups_of_all_iterations_add_up_with_their_errors",
         ("account: the error of a fold for that of the sum", "* math.sqrt(len(parts))", "* 1.0")),

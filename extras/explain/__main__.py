@@ -11,7 +11,9 @@ and which words of them. Prints it and writes account.html into the run's folder
     --account=True      the completions of lowest reward before training
     --by=COLUMN         groups the rollouts by a column of the prompts' file or of samples.jsonl,
                         or by the config file's function group(prompt, completion, reward, row)
-    --held_out=N        held-out completions at each step: more are less noise and take longer
+    --held_out=N        held-out completions at each step: more are less noise and take longer;
+                        without it as many as twice the CPU time of the run allows
+    --exact             as many as the evaluation has; and the shares of tokens
     --since=N           the part of the run after N iterations
     --parts=N           looks at N parts of each step, where steps are too large for a straight line
     --hessian=False     is faster, and does not predict what would be without a rollout

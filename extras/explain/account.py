@@ -245,6 +245,14 @@ class Account(NamedTuple):
         return self.shares.sum((1, 2)) + sum(x.sum(1) for x in self.rest.values())
 
 
+def parts_of(setup, cfg):
+    """Names of the parts of the rest of the loss, and of these the ones that take a pass of their
+    own: one alone is what the rollouts leave of a step's gradient, but for what was rounded."""
+    is_on = dict(kl=cfg.kl_in_loss, entropy=cfg.entropy_coef, critic=cfg.critic)
+    parts = [part for part in is_on if is_on[part]]
+    return parts, parts if len(parts) > 1 or setup.dtype == torch.bfloat16 else []
+
+
 def account(setup, cfg, states, taken, course, folder, hessian=True, damping=DAMPING,
             predicts=True):
     """The Account of the target whose target.Course along these states is given. predicts: False
@@ -252,8 +260,7 @@ def account(setup, cfg, states, taken, course, folder, hessian=True, damping=DAM
     derivative = course.last, 0 * course.last, 0 * course.last
     shape = len(course.last), taken[-1].it + 1, len(taken[0].batch.row_weights)
     shares, effects = torch.zeros(2, *shape).double()
-    is_on = dict(kl=cfg.kl_in_loss, entropy=cfg.entropy_coef, critic=cfg.critic)
-    parts_of_loss = [part for part in is_on if is_on[part]]
+    parts_of_loss, of_own = parts_of(setup, cfg)
     rest = {part: torch.zeros(shape[:2]).double()
             for part in (*parts_of_loss, "decay", "rounding", "momentum")}
     directions = []
@@ -269,14 +276,18 @@ def account(setup, cfg, states, taken, course, folder, hessian=True, damping=DAM
         shares[:, k.it] += products[:len(G)]
         if predicts:
             effects[:, k.it] += products[len(G):]
-        parts = products[:len(G)].sum(1)                                            # (K,)
-        for part in parts_of_loss:
+
+        # the gradient of the step, without the rollouts'
+        left = (G @ gradient_in(k, before, after)).cpu() - products[:len(G)].sum(1)     # (K,)
+        for part in of_own:
             g = gradient_of(exact(setup), cfg, k.batch, k.step, part)
             found = (G @ flat(g.values())).cpu()
             rest[part][:, k.it] += found
-            parts = parts + found
+            left = left - found
+        for part in {*parts_of_loss} - {*of_own}:       # one alone is what is left
+            rest[part][:, k.it] += left
         if setup.dtype == torch.bfloat16:       # the run's passes, and here they are not
-            rest["rounding"][:, k.it] += (G @ gradient_in(k, before, after)).cpu() - parts
+            rest["rounding"][:, k.it] += left
         rest["decay"][:, k.it] -= k.lr * (slope @ (k.decay * before[0])).cpu()
         if predicts and hessian:
             derivative[0] += hessian_times(setup, cfg, k, before[0], L)

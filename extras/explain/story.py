@@ -16,7 +16,7 @@ from common.files import read_json, read_log, read_rows, undamaged
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
 from data.prompts import read_prompt
 from extras.explain import told
-from extras.explain.account import account, flat, replay, smoothness, walk_back
+from extras.explain.account import account, flat, parts_of, replay, smoothness, walk_back
 from extras.explain.groups import rows_of, splits_of
 from extras.explain.number import total
 from extras.explain.page import show
@@ -31,14 +31,17 @@ from run.sampling import sample_completions
 from run.settings import load_settings, read_run, settings_that_are
 
 FLAGS = dict(target="", prompt="", completion="", prompts="", account=False, by="", held_out=0,
-             since=0, parts=1, hessian=True)
+             exact=False, since=0, parts=1, hessian=True)
 WORST = 3           # completions that are told of with --account=True
 OTHER = 0.1         # of the change that a replay may be off
-# times of the run that an account takes beside the held-out completions; what a prediction takes
-# more; the part of a rollout's time that a held-out completion takes
-SLOWER = 3
-PREDICTION = 5
-HELD_OUT = 0.4
+# CPU time, where a rollout that the run samples and learns from takes 1 (config/toxicity.py)
+SLOWER = 2.2        # the same rollout, replayed and on the tape
+PASS = 0.7          # a further pass, for a part of the rest of the loss
+PREDICTION = 5      # effects and smoothness
+TOKENS = 4.3        # shares of its tokens, with their errors
+HELD_OUT = 0.38     # a held-out completion
+EVALUATED = 0.5     # a completion of an evaluation
+LEAST = 64          # held-out completions at each point
 SMOOTH = 0.70       # below it nothing is said of single rollouts left out (docs/account.md)
 
 # ------------------------------------------------------------------------------------------------
@@ -82,30 +85,53 @@ def go_to(setup, cfg, folder, since):
 # what it costs, and whether what was repeated is the run
 
 
-def say_cost(folder, cfg, target, since, end, parts, predicts):
-    """Print what the account will cost, by the times that the run itself took, and how to make it
-    cheaper."""
+class Price(NamedTuple):
+    """What an account takes in CPU time, in rollouts that the run samples and learns from."""
+    run: float          # the run itself, with its evaluations
+    account: float      # without held-out completions
+    tokens: float       # their shares
+    prediction: float
+    steps: int
+    points: int         # where held-out completions are drawn
+
+    def times(self, completions, more=0.0):
+        """The CPU time of the account, in those of the run."""
+        return (self.account + HELD_OUT * self.points * completions + more) / self.run
+
+    @property
+    def affordable(self):
+        """Held-out completions at each point for twice the run, but LEAST."""
+        left = 2 * self.run - self.account
+        return max(LEAST, int(left / HELD_OUT / self.points))
+
+
+def price_of(setup, folder, cfg, since, end, parts):
+    """The Price of an account of iterations since + 1 to end."""
     rows = read_log(f"{folder}/metrics.jsonl") if os.path.exists(f"{folder}/metrics.jsonl") else []
     with undamaged(f"{folder}/metrics.jsonl"):
         rows = [row for row in rows if since < row.get("iteration", 0) <= end]
         steps = sum(int(row.get("num_steps", 1)) for row in rows) or end - since
-        seconds = sum(float(row.get("step_time", 0)) for row in rows)
-    per_rollout = seconds / max(1, len(rows)) / (cfg.num_prompts * cfg.num_generations)
-    points = steps * parts + 1
+    learned = (end - since) * cfg.num_prompts * cfg.num_generations
+    evaluations = 1 + math.ceil((end - since) / (cfg.eval_interval or end))
+    evaluated = evaluations * len(setup.eval_prompts) * cfg.num_eval_generations
+    passes = PASS * len(parts_of(setup, cfg)[1])
+    return Price(learned + EVALUATED * evaluated, (SLOWER + passes) * learned, TOKENS * learned,
+                 PREDICTION * learned, steps, steps * parts + 1)
 
-    def cost(completions, predicts):
-        slower = SLOWER + PREDICTION * predicts
-        found = slower * seconds + HELD_OUT * per_rollout * points * completions
-        return f"{found / 60:.0f} min" if found >= 90 else f"{found:.0f} s"
 
+def say_cost(price, target, since, end, predicts, exact):
+    """Print what the account will cost before it starts, and what more or less would."""
+    found = price.times(target.rollouts, price.prediction * predicts + price.tokens * exact)
     sampled = ""
-    cheaper = f"--hessian=False, which predicts nothing: about {cost(0, False)}"
-    fewer = target.rollouts // 4
+    other = f"--hessian=False, which predicts nothing: {price.times(0):.1f} times"
     if target.is_sampled:
-        sampled = f", samples {target.rollouts} held-out completions at each of {points} points"
-        cheaper = f"--held_out={fewer}, which doubles the noise: about {cost(fewer, False)}"
-    print(f"account: repeats iterations {since + 1} to {end}{sampled}, goes back over {steps} "
-          f"steps: about {cost(target.rollouts, predicts)}, by the run's own times ({cheaper})",
+        sampled = (f", samples {target.rollouts} held-out completions at each of {price.points} "
+                   "points")
+        other = ("--held_out=N for less noise: by half with "
+                 f"{4 * target.rollouts}, {price.times(4 * target.rollouts):.1f} times; --exact "
+                 "for as many as the evaluation has, and for shares of tokens")
+    print(f"account: repeats iterations {since + 1} to {end}{sampled}, goes back over "
+          f"{price.steps} steps: about {found:.1f} times the CPU time of the run ({other})",
           flush=True)
 
 
@@ -243,12 +269,13 @@ class Replayed(NamedTuple):
     smooth: float       # account.smoothness; NaN: nothing is predicted
     by: str             # what the reader groups the rollouts by, or ""
     labels: Any         # of all rollouts, by that; or None
+    with_tokens: bool   # their shares
 
 
 def told_of(world, target, text, sentence, i):
     """Of number i: sentences, the chart, tables, groups of cards. text, sentence: a prompt, and a
     Rollout of one row; or "" and None where the number is no sentence's."""
-    setup, cfg, states, taken, since, course, found, smooth, by, labels = world
+    setup, cfg, states, taken, since, course, found, smooth, by, labels, with_tokens = world
     story = told.story_of(target, course, found, i, taken, since)
     chart = told.chart_of(story)
     tables = [told.by_iteration(story)]
@@ -264,18 +291,32 @@ def told_of(world, target, text, sentence, i):
     if not story.is_useful:
         return told.lines_of(story, rows, splits, by, None), chart, tables, cards
 
-    # the tokens
+    # the tokens, and the rollouts
     by_share = [G for *_, G in walk_back(setup, states, taken, course.means)][::-1]
     if not target.is_sampled:
         by_share = [G[i:i + 1] for G in by_share]
-    tokens = told.by_token(story, setup, cfg, states, by_share)
-    tables.insert(-1, tokens)
-
-    # the rollouts
+    tokens = None
+    if with_tokens:
+        tokens = told.by_token(story, setup, cfg, states, by_share)
+        tables.insert(-1, tokens)
     is_smooth = smooth >= SMOOTH
     directions = [x[i] for x in found.directions] if is_smooth else [G.sum(0) for G in by_share]
     cards.append(told.cards_of(story, setup, cfg, states, directions, is_smooth))
     return told.lines_of(story, rows, splits, by, tokens), chart, tables, cards
+
+
+def told_of_all(world, target, sentences):
+    """As told_of, of the one number or of all sentences: lists of their lines, charts ..."""
+    lines, charts, tables, cards = [], [], [], []
+    for i, (text, sentence) in enumerate(sentences or [("", None)]):
+        own_lines, own_chart, own_tables, own_cards = told_of(world, target, text, sentence, i)
+        lines += own_lines
+        charts.append(own_chart)
+        tables += own_tables
+        number = f"{i + 1}. " * (len(sentences) > 1)
+        cards += [{number + heading: some for heading, some in lists.items()}
+                  for lists in own_cards]
+    return lines, charts, tables, cards
 
 
 def labels_by(folder, cfg, taken, by):
@@ -335,10 +376,14 @@ def main(argv):
     changed = check_run(setup, cfg, folder, path, last)
     sentences = sentences_asked(setup, cfg, own)
     target = target_asked(setup, cfg, own, sentences)
+    price = price_of(setup, folder, cfg, since, end, own["parts"])
+    if target.is_sampled and not own["exact"] and not own["held_out"]:
+        own["held_out"] = min(price.affordable, target.rollouts)
+        target = target_asked(setup, cfg, own, sentences)
     # where a prediction can be trusted: docs/account.md. cispo's ratio is a constant to its
     # Hessian, so a prediction would be wrong: any loss that detaches a factor must be named here
     predicts = not target.is_sampled and own["hessian"] and cfg.loss_type != "cispo"
-    say_cost(folder, cfg, target, since, end, own["parts"], predicts)
+    say_cost(price, target, since, end, predicts, own["exact"])
 
     start = go_to(setup, cfg, folder, since)
     states, taken = replay(setup, cfg, start, since, end, folder)
@@ -351,20 +396,10 @@ def main(argv):
     found = account(setup, cfg, states, taken, course, folder, predicts=predicts)
     smooth = smoothness(setup, cfg, states, taken) if predicts else math.nan
 
-    lines = []
-    cards = []
-    tables = []
-    charts = []
     labels = labels_by(folder, cfg, taken, own["by"]) if own["by"] else None
-    world = Replayed(setup, cfg, states, taken, since, course, found, smooth, own["by"], labels)
-    for i, (text, sentence) in enumerate(sentences or [("", None)]):
-        own_lines, own_chart, own_tables, own_cards = told_of(world, target, text, sentence, i)
-        lines += own_lines
-        charts.append(own_chart)
-        tables += own_tables
-        number = f"{i + 1}. " * (len(sentences) > 1)
-        cards += [{number + heading: some for heading, some in lists.items()}
-                  for lists in own_cards]
+    world = Replayed(setup, cfg, states, taken, since, course, found, smooth, own["by"], labels,
+                     own["exact"] or not target.is_sampled)
+    lines, charts, tables, cards = told_of_all(world, target, sentences)
     lines += [told.say_smooth(smooth, SMOOTH), *note]
     about = about_run(folder, cfg, target, taken, since, end)
     show(folder, "account", about, lines, cards, tables, charts, told.TINT)

@@ -12,6 +12,7 @@ from common.script import seed_for
 from extras.explain import target as targets
 from extras.explain.account import (
     account, flat, replay, smoothness, smoothness_by, train_again, walk_back)
+from extras.explain.groups import at_random, rows_of, splits_of, sums_of
 from extras.explain.number import total
 from extras.explain.story import row_of
 from extras.explain.target import HeldOut, Sentences, follow, thinned
@@ -206,6 +207,56 @@ def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
         assert abs(course.values[t].sum() - value) < 1e-9
     off = (course.gains.sum(0) - found.together).abs().max()
     assert off < 1e-9 * found.shares.abs().max(), "the shares of a fold are another fold's"
+
+
+def test_what_the_rollouts_leave_of_a_gradient_is_the_rest_of_the_loss(tmp_path):
+    """The share of one part alone takes no pass of its own, and is that of such a pass."""
+    world = run_of(KINDS["lora"] | dict(lora_rank=0), tmp_path)
+    setup, cfg, states, taken, sentence = world
+    course, found = account_of(world, sentence, tmp_path, hessian=False)
+    by_pass = torch.zeros(ITERATIONS).double()
+    for k, before, _, _, G in walk_back(setup, states, taken, course.means):
+        vector_to_parameters(before[0].clone(), setup.trained)
+        g = flat(tracin.gradient_of(setup, cfg, k.batch, k.step, "kl").values())
+        by_pass[k.it] += float(G[0] @ g)
+    assert by_pass[1:].abs().min() > 0
+    assert (found.rest["kl"][0] - by_pass).abs().max() < 1e-9 * found.shares.abs().max()
+
+
+def permuted(shares, taken, seed):
+    """Shares (F, I, N), had the gradients of each step been dealt out among its rollouts."""
+    generator = torch.Generator().manual_seed(seed)
+    dealt = shares.clone()
+    for k in taken:     # of one step in each iteration
+        rows = k.step.rows
+        dealt[:, k.it, rows] = shares[:, k.it, rows[torch.randperm(len(rows), generator=generator)]]
+    return dealt
+
+
+def test_a_permuted_account_has_the_same_sum_and_its_groups_tell_nothing(tmp_path):
+    """The control: who is paid for odd tokens made their reward rise by its odd rollouts, and with
+    gradients dealt out anew no group has more than as many at random."""
+    def odd(prompts, completions):
+        return [float(text.endswith(("1", "3", "5", "7", "9"))) for text in completions]
+
+    world = run_of(dict(functions=odd, num_generations=24), tmp_path, learning_rate=1e-3)
+    setup, cfg, states, taken, _ = world
+    course = follow(held_out_of(setup, cfg, 200), states, str(tmp_path))
+    shares = account(setup, cfg, states, taken, course, str(tmp_path), predicts=False).shares
+
+    def away(shares):       # how far the group furthest from chance is, in standard deviations
+        rows = rows_of(taken, shares)
+        split = splits_of(rows)["reward"]
+        sums = sums_of(rows, split).sum(0)
+        return max(abs(float(x) - chance.value) / chance.error
+                   for x, chance in zip(sums, at_random(rows, split)) if chance.error)
+
+    dealt = [permuted(shares, taken, seed) for seed in range(40)]
+    for one in dealt:
+        assert (one.sum((1, 2)) - shares.sum((1, 2))).abs().max() < 1e-9
+    by_chance = sorted(map(away, dealt))
+    assert by_chance[20] < 1.5, "groups of permuted gradients differ from chance"
+    assert away(shares) > by_chance[-1], "the groups of the run tell no more than permuted ones"
 
 
 def check_shares(world, found, slopes):

@@ -398,6 +398,20 @@ def test_rollouts_are_grouped_by_a_column_or_a_function(run, tmp_path):
     assert_refused(("--by", "advantage", "kind"), story.labels_by, folder, cfg, taken, "no")
 
 
+def test_without_a_word_it_takes_twice_the_run_and_exact_is_the_evaluation(run, monkeypatch):
+    """What is afforded falls with the points and rises with what the run spent."""
+    price = story.Price(run=2000, account=2200, tokens=0, prediction=0, steps=8, points=9)
+    assert price.times(price.affordable) == pytest.approx(2, abs=.01)
+    assert price._replace(points=90).affordable == story.LEAST
+    monkeypatch.setattr(story, "LEAST", 8)
+    monkeypatch.setattr(story, "SLOWER", 99)
+    text, _ = told(run("plain"), "--since=3")
+    assert "8 completions of 4 held-out" in text and "Shares of the tokens" not in text
+    monkeypatch.setattr(told_module, "USELESS", 1e9)
+    text, _ = told(run("plain"), "--since=3", "--exact")
+    assert "12 completions of 4 held-out" in text and "Shares of the tokens" in text
+
+
 def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch):
     folder = run("plain")
     before = contents(folder)
