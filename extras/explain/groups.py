@@ -36,6 +36,7 @@ class Split(NamedTuple):
     what: str           # "reward"
     names: list         # of G groups
     where: Tensor       # (n,) the group of each
+    has_rest: bool      # the last group is of what is left, and no group that a person can name
 
 
 def rows_of(taken, shares):
@@ -112,18 +113,22 @@ def splits_of(rows, by="", labels=None):
     push = by_push(rows)
     reward = bands(rows.reward, "reward")
     found = {}
+    texts = {"prompt"}
     if labels is not None:
         numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in labels)
         many = numbers and len(set(labels)) > MOST
-        found[by] = (bands(torch.tensor(labels).double(), by) if many
-                     else by_text([f"{by} {x!r}" for x in labels], shares))
+        if many:
+            found[by] = bands(torch.tensor(labels).double(), by)
+        else:
+            found[by] = by_text([f"{by} {x!r}" for x in labels], shares)
+            texts.add(by)
     found |= {"push": push, "reward": reward, "reward and push": crossed(reward, push),
               "prompt": by_text([repr(prompt.text[:40]) for prompt in rows.prompts], shares)}
     low, high = rows.length.min(), rows.length.max()
     length = bands(rows.length, "tokens") if high > low else None
     if length and length[1].bincount().max() < ONE_BAND * rows.n:
         found["length"] = length
-    return {what: Split(what, *split) for what, split in found.items()}
+    return {what: Split(what, *split, what in texts) for what, split in found.items()}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -171,4 +176,6 @@ def most_of(rows, split, least=0.0):
         return [best, *others]
 
     sums = sums_of(rows, split)
+    if split.has_rest:
+        sums = sums[:, :-1]
     return first(sums), first(-sums)

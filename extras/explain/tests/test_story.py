@@ -14,7 +14,7 @@ import torch
 
 from extras.explain import story
 from extras.explain import told as told_module
-from extras.explain.groups import at_random, rows_of, splits_of, sums_of
+from extras.explain.groups import Split, at_random, most_of, rows_of, splits_of, sums_of
 from extras.explain.told import TOO_FAR
 from rollout import Rollout
 from run.settings import Settings
@@ -316,6 +316,16 @@ def test_a_group_of_the_readers_own_is_named():
     many = [0.1 * i for i in range(16)]
     split = splits_of(rows_of(planted([[shares] * 2]).taken, torch.ones(1, 2, 8)), "x", many)["x"]
     assert len(split.names) == 5 and "0 to 0.375" in split.names[0], "numbers have no bands"
+
+
+def test_what_is_left_of_many_prompts_is_no_group_that_is_named():
+    story = planted(folds([0.01] * 8, 0.0001))
+    rows = rows_of(story.taken, story.shares)
+    many = rows._replace(iteration=torch.zeros(80), shares=rows.shares.repeat(1, 10))
+    where = torch.arange(80).clamp(max=8)
+    split = Split("prompt", [*map(str, range(8)), "the other 72"], where, True)
+    up, _ = most_of(many, split)
+    assert 8 not in up and most_of(many, split._replace(has_rest=False))[0] == [8]
 
 
 def test_where_the_noise_of_the_sum_is_large_no_single_rollout_is_told():
