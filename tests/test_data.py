@@ -234,7 +234,7 @@ def test_bad_prompts_name_file_and_row(prompts_of, tmp_path):
     for name, content, place in (
             ("a.txt", "", "a.txt"), ("a.csv", "n,text\n1,x\n2\n", "row 2"),
             ("a.jsonl", '{"text": {"x": 1}}', "row 1"),
-            ("a.pdf", "x", "a.pdf"),
+            ("a.jsonl", '{"text": "a \\ud800 1"}', "row 1"), ("a.pdf", "x", "a.pdf"),
             ("a.jsonl", '[{"text": "a", "b": 1}, {"text": "c", "b": 2}]', "array"),
             ("a.jsonl", '[["text", "a b"]]', "array"), ("a.jsonl", '[\n{"text": "a"}\n]', "array"),
             ("a.jsonl", '{"text": "a"}\n"text"', "row 2"),
