@@ -173,7 +173,7 @@ def most_of(rows, split, least=0.0):
             return []
         others = [g for g in range(sums.shape[1]) if g != best and sums[:, g].sum() > 0
                   and not total(sums[:, best] - sums[:, g]).is_known]
-        return [best, *others]
+        return sorted([best, *others])
 
     sums = sums_of(rows, split)
     if split.has_rest:
