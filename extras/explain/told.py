@@ -160,6 +160,11 @@ def by_iteration(story):
         "that they come from, also for what they do in later steps, by AdamW's momentum."))
 
 
+def percent_off(story, digits):
+    """What the sum is off by, in percent of the change, which may be next to nothing."""
+    return "over 1000 %" if story.error > 10 else f"{100 * story.error:.{digits}f} %"
+
+
 def closing(story):
     """The sum beside what was measured."""
     given = {"rollouts": story.shares.sum((1, 2)),
@@ -173,7 +178,7 @@ def closing(story):
     return (f"account: {parts}, together {story.text(story.together)}{nats}; measured change "
             f"{story.text(story.change)}: off by "
             f"{off._replace(value=abs(off.value)).text(story.digits)[1:]} "
-            f"({100 * story.error:.1f} %{noise})")
+            f"({percent_off(story, 1)}{noise})")
 
 
 def advice(story):
@@ -189,8 +194,8 @@ def advice(story):
 def warnings(story):
     """Where the sum is not the change, or cannot be known to be."""
     if story.error > USELESS:
-        yield (f"The sum is {100 * story.error:.0f} % off the measured change, so no single "
-               f"rollouts are listed: {advice(story)}.")
+        yield (f"The sum is {percent_off(story, 0)} off the measured change, so no single rollouts "
+               f"are listed: {advice(story)}.")
     elif story.noise > USELESS:
         yield (f"The sum is known to ± {100 * story.noise:.0f} % of itself, so no single "
                "rollouts are listed: more held-out rollouts, --held_out=N, know it better.")

@@ -178,7 +178,7 @@ def test_a_judge_and_a_function_are_explained(run_grpo, tmp_path):
 def test_what_cannot_be_trusted_is_not_listed(run, monkeypatch):
     """Effects where the run is rough, shares where the sum is far from the measured change."""
     folder = run("plain")
-    for smooth, useless, effects, shares in ((-2.0, 1e9, True, True), (2.0, 1e9, False, True),
+    for smooth, useless, effects, shares in ((-2.0, math.inf, True, True), (2.0, math.inf, False, True),
                                              (-2.0, 0.0, False, False)):
         monkeypatch.setattr(story, "SMOOTH", smooth)
         monkeypatch.setattr(told_module, "USELESS", useless)
@@ -190,7 +190,7 @@ def test_what_cannot_be_trusted_is_not_listed(run, monkeypatch):
 def test_of_a_reward_nothing_is_predicted(run, monkeypatch):
     """Its lists are by share, and the passes that only a prediction needs are not made."""
     monkeypatch.setattr(story, "SMOOTH", -2.0)
-    monkeypatch.setattr(told_module, "USELESS", 1e9)
+    monkeypatch.setattr(told_module, "USELESS", math.inf)
     monkeypatch.setattr(accounts, "hessian_times", None)
     monkeypatch.setattr(accounts, "train_again", None)
     text, _ = told(run("plain"))
@@ -417,7 +417,7 @@ def test_without_a_word_it_takes_twice_the_run_and_exact_is_the_evaluation(run, 
     monkeypatch.setattr(story, "SLOWER", 99)
     text, _ = told(run("plain"), "--since=3")
     assert "8 completions of 4 held-out" in text and "Shares of the tokens" not in text
-    monkeypatch.setattr(told_module, "USELESS", 1e9)
+    monkeypatch.setattr(told_module, "USELESS", math.inf)
     text, _ = told(run("plain"), "--since=3", "--exact")
     assert "12 completions of 4 held-out" in text and "Shares of the tokens" in text
 

@@ -3,6 +3,7 @@ a user starts."""
 import importlib.util
 import os
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -157,6 +158,8 @@ def test_a_config_runs_on_its_own_prompts(config, kind, extra, world, tmp_path, 
     files = {("allenai/real-toxicity-prompts", "prompts.jsonl", "dataset"): world.prompts}
     monkeypatch.setattr("huggingface_hub.hf_hub_download",
                         lambda name, file, repo_type: files[name, file, repo_type])
+    # a config that another test has imported has the real one
+    monkeypatch.delitem(sys.modules, "extras.hub.config.toxicity_gpt2", raising=False)
     start(grpo.main, f"extras/hub/config/{config}.py", *world.judges,
           f"--policy={getattr(world, kind)}", "--max_iters=1", f"--out_dir={tmp_path}/run")
     metrics = read_rows(f"{tmp_path}/run/metrics.jsonl")
