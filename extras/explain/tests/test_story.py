@@ -178,8 +178,8 @@ def test_a_judge_and_a_function_are_explained(run_grpo, tmp_path):
 def test_what_cannot_be_trusted_is_not_listed(run, monkeypatch):
     """Effects where the run is rough, shares where the sum is far from the measured change."""
     folder = run("plain")
-    for smooth, useless, effects, shares in ((-2.0, math.inf, True, True), (2.0, math.inf, False, True),
-                                             (-2.0, 0.0, False, False)):
+    cases = ((-2.0, math.inf, True, True), (2.0, math.inf, False, True), (-2.0, 0.0, False, False))
+    for smooth, useless, effects, shares in cases:
         monkeypatch.setattr(story, "SMOOTH", smooth)
         monkeypatch.setattr(told_module, "USELESS", useless)
         text, _ = told(folder, *ASKED)
