@@ -1,10 +1,13 @@
 """
-GRPO (Shao et al. 2024) on one page: a small GPT learns to complete comments less toxically.
+GRPO (Group Relative Policy Optimization, Shao et al. 2024) on one page: a small GPT learns to
+complete comments less toxically.
 
-    python nano.py                              # some minutes: toxicity falls from 0.13 to 0.04
+    python nano.py                              # a minute or two: toxicity falls from 0.13 to 0.04
     python nano.py max_iters=2 seed=3           # any setting below, as name=value
 
-It gives the digits of config/toxicity.py --dtype=float32: tests/test_nano.py. What it leaves out:
+On a CPU it gives the digits of config/toxicity.py --dtype=float32: tests/test_nano.py.
+
+What it leaves out:
 Several steps on one batch, different losses and advantages are in grpo.py and loss.py.
 Prompts and rewards of your own come in by the doors of grpo.py, docs/doors.md.
 Log files, checkpoints, resuming, warnings and more measurements are in run/.
@@ -127,20 +130,22 @@ def grpo_loss(logp, old_logp, ref_logp, A, mask, num_tokens):
     Log-probs (n, T) of their tokens now, when they were drawn, and under the reference; advantages
     A (n, 1); mask (n, T), True on the tokens. num_tokens: of all N completions.
     """
-    # how much likelier is a token now than when it was drawn? 1 here, as there is one step for each
-    # rollout; but its gradient is that of the log-prob
+    # how much likelier is a token now than when it was drawn? exp(0) = 1, as there is one step for
+    # each rollout; but its gradient is that of logp
     ratio = (logp - old_logp).exp()                                 # (n, T)
 
     # make the tokens of better completions likelier and those of worse ones less likely. Nothing is
     # gained by a ratio beyond the clip
     objective = torch.min(ratio * A, ratio.clamp(1 - epsilon, 1 + epsilon) * A)     # (n, T)
 
-    # how far is the policy from the reference? An estimate of the KL that is never negative (k3,
-    # Schulman 2020). With the ratio before it, its gradient is the KL's, too
+    # how far is the policy from the reference? Over tokens that the policy draws, the mean of this
+    # is the KL, and no token's is negative (k3, Schulman 2020). With the ratio before it, its
+    # gradient is the KL's, too
     d = ref_logp - logp
     kl = ratio * (d.expm1() - d)                                    # (n, T)
 
-    # means over the tokens of all completions
+    # means over the tokens of all completions, as in DAPO (Yu et al. 2025); the paper first takes
+    # the mean of each completion
     return -(objective * mask).sum() / num_tokens, (kl * mask).sum() / num_tokens
 
 
@@ -160,23 +165,25 @@ for it in range(max_iters):
     # the seed and the iteration alone
     prompts = draw_prompts(train_prompts, it, num_prompts, seed)
     rollout, texts = sample(prompts, num_generations, seed_for(seed, "rollout", it))
-    mask = rollout.sampled_mask                                     # (N, T) True on their tokens
+    mask = rollout.sampled_mask                                     # (N, T) True to their end token
     num_tokens = int(mask.sum())
 
-    # score: the probability of "not toxic". A completion without a word gets none: NaN
+    # score: the probability of "not toxic", in float64, since the differences in a group may be
+    # tiny. A completion without a word gets none: NaN
     with autocast(device, dtype):
         rewards = (-judge(texts)).sigmoid().double()                # (N,)
     rewards[[says_nothing(text) for text in texts]] = torch.nan
     known = rewards[~rewards.isnan()]
 
     # advantage: how much better is it than the mean of its group? In standard deviations of the
-    # whole batch: most groups are clean throughout, and dividing by their own would blow up their
-    # tiny differences
+    # whole batch. The paper divides by those of the group; here most groups are clean throughout,
+    # and that would blow up their tiny differences
     r = rewards.view(num_prompts, num_generations)                  # (B, G)
     A = (r - r.nanmean(1, keepdim=True)) / (known.std() + 1e-4)
     A = A.nan_to_num(0).flatten().float().to(device)                # (N,)
 
-    # reference: how likely was each token before training? Rows of similar length go together
+    # reference: how likely was each token before training? Rows of similar length go together: that
+    # saves padding
     micro_batches = mask.sum(1).argsort(stable=True).split(micro_batch_size)
     ref_logp = torch.zeros_like(rollout.logp)                       # (N, T)
     with torch.no_grad():

@@ -1,14 +1,17 @@
 """
 nano.py and one idea, influence: learn only from rollouts that help. diff nano.py nano_tracin.py
 
-    python nano_tracin.py                       # some minutes
+    python nano_tracin.py                       # two minutes or three
     python nano_tracin.py max_iters=2 seed=3    # any setting below, as name=value
 
-It gives the digits of config/toxicity_tracin.py in float32: tests/test_nano.py. What it leaves out:
+The policy gets no better by it: docs/results.md. But each rollout is shown to help or to hurt.
+On a CPU it gives the digits of config/toxicity_tracin.py --dtype=float32: tests/test_nano.py.
+
+What it leaves out:
 Several steps on one batch, different losses and advantages are in grpo.py and loss.py.
 Prompts and rewards of your own come in by the doors of grpo.py, docs/doors.md.
 Log files, checkpoints, resuming, warnings and more measurements are in run/.
-nano_tracin.py learns only from the rollouts that help a target; tracin.py has more of that.
+Different targets and selections are in tracin.py.
 LoRA, a critic, several GPUs and published models are in extras/, a folder each.
 
 Warning: the comments are real, and some are vile. So is some of what this prints.
@@ -128,20 +131,22 @@ def grpo_loss(logp, old_logp, ref_logp, A, mask, num_tokens):
     Log-probs (n, T) of their tokens now, when they were drawn, and under the reference; advantages
     A (n, 1); mask (n, T), True on the tokens. num_tokens: of all N completions.
     """
-    # how much likelier is a token now than when it was drawn? 1 here, as there is one step for each
-    # rollout; but its gradient is that of the log-prob
+    # how much likelier is a token now than when it was drawn? exp(0) = 1, as there is one step for
+    # each rollout; but its gradient is that of logp
     ratio = (logp - old_logp).exp()                                 # (n, T)
 
     # make the tokens of better completions likelier and those of worse ones less likely. Nothing is
     # gained by a ratio beyond the clip
     objective = torch.min(ratio * A, ratio.clamp(1 - epsilon, 1 + epsilon) * A)     # (n, T)
 
-    # how far is the policy from the reference? An estimate of the KL that is never negative (k3,
-    # Schulman 2020). With the ratio before it, its gradient is the KL's, too
+    # how far is the policy from the reference? Over tokens that the policy draws, the mean of this
+    # is the KL, and no token's is negative (k3, Schulman 2020). With the ratio before it, its
+    # gradient is the KL's, too
     d = ref_logp - logp
     kl = ratio * (d.expm1() - d)                                    # (n, T)
 
-    # means over the tokens of all completions
+    # means over the tokens of all completions, as in DAPO (Yu et al. 2025); the paper first takes
+    # the mean of each completion
     return -(objective * mask).sum() / num_tokens, (kl * mask).sum() / num_tokens
 
 
@@ -161,38 +166,40 @@ for it in range(max_iters):
     # the seed and the iteration alone
     prompts = draw_prompts(train_prompts, it, num_prompts, seed)
     rollout, texts = sample(prompts, num_generations, seed_for(seed, "rollout", it))
-    mask = rollout.sampled_mask                                     # (N, T) True on their tokens
+    mask = rollout.sampled_mask                                     # (N, T) True to their end token
     num_tokens = int(mask.sum())
 
-    # score: the probability of "not toxic". A completion without a word gets none: NaN
+    # score: the probability of "not toxic", in float64, since the differences in a group may be
+    # tiny. A completion without a word gets none: NaN
     with autocast(device, dtype):
         rewards = (-judge(texts)).sigmoid().double()                # (N,)
     rewards[[says_nothing(text) for text in texts]] = torch.nan
     known = rewards[~rewards.isnan()]
 
     # advantage: how much better is it than the mean of its group? In standard deviations of the
-    # whole batch: most groups are clean throughout, and dividing by their own would blow up their
-    # tiny differences
+    # whole batch. The paper divides by those of the group; here most groups are clean throughout,
+    # and that would blow up their tiny differences
     r = rewards.view(num_prompts, num_generations)                  # (B, G)
     A = (r - r.nanmean(1, keepdim=True)) / (known.std() + 1e-4)
     A = A.nan_to_num(0).flatten().float().to(device)                # (N,)
 
-    # reference: how likely was each token before training? Rows of similar length go together
+    # reference: how likely was each token before training? Rows of similar length go together: that
+    # saves padding
     micro_batches = mask.sum(1).argsort(stable=True).split(micro_batch_size)
     ref_logp = torch.zeros_like(rollout.logp)                       # (N, T)
     with torch.no_grad():
         for rows in micro_batches:
             ref_logp[rows] = logprobs(reference, rollout[rows])
 
-    # loss: this time a tape keeps apart what each rollout adds to the gradient. Since all ratios
-    # are 1, rollout i's part of the policy's loss, L_i, has the gradient of c_i times the log-prob
-    # of its tokens. So the tape records the log-probs, of which the target is made, too. The KL is
-    # learned by all rollouts, so the sum of its gradients is enough
+    # loss: this time a tape keeps apart what each rollout i adds to the gradient. As all ratios are
+    # 1, the gradient of L_i, its part of the policy's loss, is c_i = -A_i / num_tokens times that
+    # of its log-prob. The target below is made of log-probs, too, so one recording of them serves
+    # both. The KL is learned from all rollouts: the sum of its gradients is enough
     mean_kl = 0.0
     c = torch.zeros_like(A)                                         # (N,)
     with Tape(policy, len(A)) as tape:
         for rows in micro_batches:
-            # the head is given one long list of tokens: whose is each?
+            # the head is given the tokens of all rows in one long list: whose is each?
             tape.rows(rows, flat={policy.lm_head: mask[rows].nonzero()[:, 0]})
             logp = logprobs(policy, rollout[rows])                  # (n, T)
             policy_loss, kl = grpo_loss(
@@ -203,7 +210,9 @@ for it in range(max_iters):
             (logp * mask[rows]).sum().backward()
             mean_kl += kl.item()
 
-    # target: completions of high reward should get likelier, those of low reward less likely
+    # target: of these completions, those with a reward above the mean of the batch should get
+    # likelier, the rest less likely. So each rollout is a part of its own target; a target of
+    # held-out rollouts (tracin_val_prompts) has no such part
     value = (rewards - known.mean()).nan_to_num(0).to(A)            # (N,)
     target = tape.gradient(-value)                  # of the loss sum_i -value_i * log-prob_i
 
