@@ -208,7 +208,7 @@ class Float32Head(nn.Linear):
 
 def test_bfloat16_rounds_no_weight_and_halves_the_largest_record():
     model = shaken(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Float32Head(8, 40, bias=False)))
-    x = noise(8, 3, 6).float()
+    x = noise(8, 50, 6).float()         # many tokens: rounding of their own averages out
 
     def backward():
         model(x).log_softmax(-1)[..., 0].sum().backward()
@@ -223,7 +223,8 @@ def test_bfloat16_rounds_no_weight_and_halves_the_largest_record():
     whole = rough.gradient(ALL)
     agree(flat(whole), flat(G), "the gradient in bfloat16", tolerance=0.03)
     share = inner(rough.gradient(1.0038 * ALL), whole) / inner(whole, whole)
-    assert float(share) == pytest.approx(1.0038, abs=1e-3), "bfloat16 has made 1 of 1.0038"
+    # the nearest number of bfloat16 is 1. What is rounded is each product, up or down by 0.0039
+    assert float(share) == pytest.approx(1.0038, abs=2.5e-3), "bfloat16 has made 1 of 1.0038"
 
 
 class Count(TorchDispatchMode):

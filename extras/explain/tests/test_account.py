@@ -234,19 +234,20 @@ def permuted(shares, taken, seed):
 
 
 def test_a_permuted_account_has_the_same_sum_and_its_groups_tell_nothing(tmp_path):
-    """The control: who is paid for odd tokens made their reward rise by its odd rollouts, and with
-    gradients dealt out anew no group has more than as many at random."""
+    """The control: one of two prompts is paid, for odd digits, and its rollouts have the whole sum;
+    with gradients dealt out anew no prompt has more than as many at random."""
     def odd(prompts, completions):
-        return [float(text.endswith(("1", "3", "5", "7", "9"))) for text in completions]
+        return [(prompt == min(prompts)) * sum(map(text.count, "13579"))
+                for prompt, text in zip(prompts, completions)]
 
-    world = run_of(dict(functions=odd, num_generations=24), tmp_path, learning_rate=1e-3)
+    world = run_of(dict(functions=odd, num_generations=64), tmp_path, learning_rate=1e-3)
     setup, cfg, states, taken, _ = world
     course = follow(held_out_of(setup, cfg, 200), states, str(tmp_path))
     shares = account(setup, cfg, states, taken, course, str(tmp_path), predicts=False).shares
 
     def away(shares):       # how far the group furthest from chance is, in standard deviations
         rows = rows_of(taken, shares)
-        split = splits_of(rows)["reward"]
+        split = splits_of(rows)["prompt"]
         sums = sums_of(rows, split).sum(0)
         return max(abs(float(x) - chance.value) / chance.error
                    for x, chance in zip(sums, at_random(rows, split)) if chance.error)

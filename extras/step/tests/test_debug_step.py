@@ -186,9 +186,17 @@ def test_gradient_norms_before_and_after_clipping(taken_apart):
     assert math.hypot(*after) == pytest.approx(clipped, 1e-2)
 
 
-def test_what_the_step_moved(taken_apart):
-    """Uphill: the best completion gets likelier, the worst less likely."""
-    moved = part_of(taken_apart("--learning_rate=1e-3", "--beta=0.1"), "moved")
+NONE_ARE_EQUAL = """
+def reward(completions):
+    return [sum(ord(c) * 7 ** i for i, c in enumerate(text)) % 10007 for text in completions]
+"""
+
+
+def test_what_the_step_moved(taken_apart, tmp_path):
+    """Uphill: of two completions the better one gets likelier, beside the other."""
+    (tmp_path / "rule.py").write_text(NONE_ARE_EQUAL)
+    moved = part_of(taken_apart(tmp_path / "rule.py", *NO_JUDGE, "--num_prompts=1", "--beta=0.1",
+                                "--num_generations=2", "--learning_rate=1e-3"), "moved")
     pairs = re.findall(r"log-prob (\S+) -> (\S+)", moved)
     (best, better), (worst, worse) = [[float(x) for x in pair] for pair in pairs]
     assert better - best > worse - worst, moved
@@ -215,7 +223,8 @@ def test_a_critic_is_taken_apart_too(taken_apart):
 def test_environment_tokens_are_printed_as_such(taken_apart, tmp_path):
     skip_without("environment")
     (tmp_path / "answers.py").write_text(ANSWERED)
-    out = taken_apart(tmp_path / "answers.py", *NO_JUDGE, "--max_completion_length=16")
+    out = taken_apart(tmp_path / "answers.py", *NO_JUDGE, "--max_completion_length=16",
+                      "--stop_strings=(' ',)")      # most completions have one, so are answered
     lines = re.findall(r"^    (?:' of'|' course'|'course') .*", out, re.M)
     assert any("environment" in line for line in lines), out
     assert all(" no " in line for line in lines if "environment" in line), "it carries loss"
