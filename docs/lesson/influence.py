@@ -7,64 +7,34 @@
 # Read the first lesson before (`lesson.ipynb`): what a rollout, an advantage and a step are stands
 # there. Sections 2 to 8 are about one step, sections 9 to 11 are accounts.
 #
-# Every function here is the project's own. `python docs/lesson/influence.py` takes under a minute
-# and draws to `out/lesson`. Or open `influence.ipynb` in VS Code or Jupyter
-# (`pip install jupyterlab`). There write each `--name=value` that **Try** names into `flags`, and
-# restart the kernel after editing a file.
+# Every function here is the project's own. Open `influence.ipynb` in Jupyter
+# (`pip install matplotlib jupyterlab`) or VS Code, or run `python docs/lesson/influence.py`. For
+# Colab run the first cell of `lesson.ipynb` first.
 #
-# It needs the whole project and matplotlib. If you have this file alone, as in Colab: clone the
-# project, `pip install -r requirements.txt matplotlib` there, and open it in `docs/lesson`.
+# **Try** is a question: first predict, then change what it names and run all cells. **Write** asks
+# for a line of yours in place of the dots. Answers to **Try** are at the end.
 #
 # ## 1. A batch
 # The world is that of the first lesson, and so are the 24 rollouts: six completions of each of four
 # prompts. The reward is the share of the letter e.
 
 # %%
-import os
-import sys
+flags = []      # to try something: ["--seed=21"] takes other prompts
 
-sys.path[:0] = [os.path.join(sys.path[0], "../.."), "../.."]     # where the project is
-if not any(os.path.exists(os.path.join(path, "grpo.py")) for path in sys.path):
-    raise SystemExit("the lesson needs the project around it: clone it, open docs/lesson there")
-
+# %%
 from dataclasses import replace
 
 import torch
+from classroom import added_code, judge_influence, judge_shares, open_world, picture, plt
 
 import grpo
 import tracin
-from common.files import ROOT
-from common.script import BadInput, exit_codes, optional
-from data.prompts import draw_prompts
 from extras.explain.words import logprob_changes, pieces_of
 from loss import loss_of
 from rollout import completion_logprobs
-from run.settings import load_settings
 from tape import Tape, cosine, inner
 
-with exit_codes(), optional("matplotlib"):       # without it: one line
-    import matplotlib.pyplot as plt
-
-
-def picture(name, xlabel, ylabel):
-    plt.xlabel(xlabel)
-    plt.ylabel(ylabel)
-    if plt.gca().get_legend_handles_labels()[0]:
-        plt.legend(fontsize="small")
-    plt.tight_layout()
-    os.makedirs("out/lesson", exist_ok=True)
-    plt.savefig(f"out/lesson/{name}.png", dpi=100)
-
-
-flags = sys.argv[1:] if sys.argv[0].endswith("influence.py") else []
-with exit_codes():      # a slip in a flag is one line
-    cfg = load_settings([f"{ROOT}/config/lesson.py", *flags])
-    if cfg.device != "cpu":
-        raise BadInput(f"device = {cfg.device!r}: the pictures need tensors of a CPU: leave it out")
-    setup = grpo.prepare(cfg, grpo.read_inputs(cfg))
-
-# %%
-prompts = draw_prompts(setup.prompts, 0, cfg.num_prompts, cfg.seed)
+cfg, setup, prompts = open_world(flags)
 batch = grpo.collect(setup, prompts, cfg, seed=2)
 step = next(grpo.optimizer_steps(batch, cfg, seed=1))       # all rows of the batch
 start = {name: x.clone() for name, x in setup.policy.state_dict().items()}
@@ -76,8 +46,6 @@ for i in range(G):
           f"advantage {batch.advantages[i]:+.2f}")
 
 # %% [markdown]
-# **Try:** `--seed=21` takes other prompts.
-#
 # ## 2. Influence by definition
 # The **target** is what we want to get better; here it is the loss of all rollouts (to first order,
 # a lower loss is a higher expected reward). $L_i$ is rollout $i$'s term of the batch's loss; the
@@ -96,6 +64,17 @@ def gradient_of(rows):
 
 target = gradient_of(step.rows)
 alone = [gradient_of(row[None]) for row in step.rows]           # a backward for each rollout
+
+# %% [markdown]
+# **Write** (medium): the influence of each rollout, N numbers, from the gradients in the list
+# `alone` and from `target`. `inner(a, b)` is an inner product, and `torch.stack` makes a tensor of
+# a list.
+
+# %%
+influence = ...
+judge_influence(influence, alone, target)
+
+# %%
 by_hand = torch.stack([inner(gradient, target) for gradient in alone])          # (N,)
 itself = torch.stack([inner(gradient, gradient) for gradient in alone])         # (N,)
 others = by_hand - itself
@@ -113,8 +92,8 @@ picture("i2_influence", "rollout", "influence")
 # helps. One above average can have negative influence: what makes it likelier moves the others the
 # wrong way.
 #
-# **Try:** the first group as target. Which rollouts of other prompts have influence, and why?
-# `print([float(inner(gradient, gradient_of(step.rows[:G]))) for gradient in alone])`
+# **Try 1** (medium): take the first prompt's group as target, `gradient_of(step.rows[:G])`. Have
+# the rollouts of other prompts any influence on it?
 #
 # ## 3. The same from one backward
 # Section 2 took a backward for each rollout. One is enough. A layer's gradient for rollout $i$ is a
@@ -132,12 +111,12 @@ with Tape(setup.policy, N) as tape:
     loss_of(setup, setup.policy, batch, step.rows, step, cfg).policy.backward()
 influence = tape.dot(tape.gradient(torch.ones(N)))                              # (N,)
 error = (influence - by_hand).abs().max() / by_hand.abs().max()
-print(f"largest difference from section 2: {float(error):.0e} of the largest influence")
+print(f"largest difference from section 2: {float(error):.5f} of the largest influence")
 
 # %% [markdown]
 # From here on `tape.dot(x)` are the inner products of all rollouts' gradients with any x.
 #
-# **Try:** add up all influences, then compute `inner(target, target)`. Why are they equal?
+# **Try 2** (medium): what is the sum of all influences, in terms of `target`?
 #
 # ## 4. What a tiny step really did
 # Influence is a promise about a step. We keep it: take a tiny step on one rollout alone, and see
@@ -157,19 +136,26 @@ def fall():
     return loss_before - now.policy.item()
 
 
+def falls(size):
+    """The fall of the target's loss / size, by a step on each rollout alone, from the start (N,)"""
+    found = []
+    for gradient in alone:
+        move(-size, gradient)
+        found.append(fall() / size)
+        setup.policy.load_state_dict(start)     # back to where we were
+    return torch.tensor(found)
+
+
 SIZE = 0.002
-what_it_did = []
-for gradient in alone:
-    move(-SIZE, gradient)
-    what_it_did.append(fall() / SIZE)
-    setup.policy.load_state_dict(start)         # back to where we were
+what_it_did = falls(SIZE)
 plt.figure(figsize=(5, 3.5))
 plt.scatter(influence, what_it_did, color=colors)
 plt.axline((0, 0), slope=1, color="grey", label="promise kept")
 picture("i4_promise", "influence: what was promised", "fall of the target's loss / SIZE")
 
 # %% [markdown]
-# **Try:** `SIZE` 0.1, 0.5 and 2. Influence is a straight line along a curve. How long does it hold?
+# **Try 3** (easy): `SIZE` 0.1, 0.5 and 2. Influence is a straight line along a curve. How long does
+# it hold?
 #
 # ## 5. What AdamW does to the promise
 # A run does not step along the gradient $g$. AdamW keeps for each weight a mean of the gradients so
@@ -178,7 +164,7 @@ picture("i4_promise", "influence: what was promised", "fall of the target's loss
 # So take AdamW's first step on one rollout alone.
 
 # %%
-RATE = 1e-6
+RATE = 1e-5
 for group in setup.optimizer.param_groups:
     group["lr"] = RATE
 
@@ -230,7 +216,8 @@ right.axline((0, 0), slope=1, color="grey", label="promise kept")
 picture("i5_adamw", "influence with 1 / sqrt(v)", "fall / RATE, its part of AdamW's step")
 
 # %% [markdown]
-# **Try:** `RATE` 1e-3, which is the run's. How straight is AdamW's real step?
+# **Try 4** (medium): `RATE` 1e-3, which is the run's. Is AdamW's real step small enough for a
+# promise?
 #
 # ## 6. Which words
 # A rollout's influence is a sum over its tokens of two slopes: `asks`, of its loss by the token's
@@ -238,11 +225,18 @@ picture("i5_adamw", "influence with 1 / sqrt(v)", "fall / RATE, its part of Adam
 # (negative: a step down makes it likelier). If the signs agree, both move the token the same way.
 
 # %%
+asks_of_all, = torch.autograd.grad(loss.policy, loss.logp)                      # (N, T)
+
+
+def words_of(i):
+    """asks (T,), push (T,) and the words with their influence, of rollout i at the start."""
+    row = batch.rollout[[i]]
+    push = logprob_changes(setup.policy, target, row, cfg.temperature)[0]
+    return asks_of_all[i], push, pieces_of(row, asks_of_all[i] * push, setup.tokenizer)
+
+
 best = int(influence.argmax())
-asks = torch.autograd.grad(loss.policy, loss.logp)[0][best]                     # (T,)
-row = batch.rollout[[best]]
-push = logprob_changes(setup.policy, target, row, cfg.temperature)[0]            # (T,)
-pieces = pieces_of(row, asks * push, setup.tokenizer)
+asks, push, pieces = words_of(best)
 print(f"the tokens add up to {sum(piece.influence for piece in pieces):.5f}, the influence of "
       f"rollout {best} is {float(influence[best]):.5f}")
 print(f"asks {asks[0]:+.3f} of each, push", [f"{x:+.3f}" for x in push[push != 0]])
@@ -252,7 +246,7 @@ plt.xticks(range(len(pieces)), [piece.text or "(end)" for piece in pieces], rota
 picture("i6_words", f"tokens after {prompts[best // G].text!r}", "influence")
 
 # %% [markdown]
-# **Try:** `influence.argmin()`. Which of its tokens did the harm?
+# **Try 5** (easy): `influence.argmin()` for `influence.argmax()`. Which of its words does the harm?
 #
 # ## 7. A held-out target
 # In section 2 most of the influence was each rollout's on itself. That says how large its gradient
@@ -260,11 +254,15 @@ picture("i6_words", f"tokens after {prompts[best // G].text!r}", "influence")
 # batch has not. No rollout is a part of it, so nothing of the influence is its own.
 
 # %%
-many = replace(cfg, num_generations=24)
-held_out = grpo.collect(setup, setup.eval_prompts[:4], many, seed=3)
-all_of_it = next(grpo.optimizer_steps(held_out, many, seed=1))
-elsewhere = tracin.gradient_of(setup, many, held_out, all_of_it, "policy")
-on_held_out = tape.dot(elsewhere)                                               # (N,)
+def influence_elsewhere(num_generations, seed):
+    """The influence (N,) on rollouts of four held-out prompts."""
+    many = replace(cfg, num_generations=num_generations)
+    held_out = grpo.collect(setup, setup.eval_prompts[:4], many, seed)
+    all_of_it = next(grpo.optimizer_steps(held_out, many, seed=1))
+    return tape.dot(tracin.gradient_of(setup, many, held_out, all_of_it, "policy"))
+
+
+on_held_out = influence_elsewhere(num_generations=24, seed=3)
 
 
 def agreement(x, y):
@@ -287,7 +285,8 @@ picture("i7_held_out", "rollout", "influence on held-out")
 # A rollout that is in both lists teaches something that other prompts need too. One that is only
 # in the first is mostly good for itself. In a run `--tracin_val_prompts=4` takes such a target.
 #
-# **Try:** `num_generations=6`, as in the batch, and other seeds than 3. How firm is the order?
+# **Try 6** (medium): `num_generations=6`, as in the batch, and then `seed=4`. How firm is the
+# order?
 #
 # ## 8. Learn from the helpful
 # `grpo.py --tracin=self` drops the rollouts of negative influence in every step. Is that a good
@@ -304,9 +303,8 @@ print(f"{int(keep.sum())} of {N} rollouts kept: cosine with all {cosine(kept, wh
 # %% [markdown]
 # Expect no gain here: most of the influence is itself, and dropping so few hardly changes the step.
 #
-# **Try:** `tracin.select(on_held_out, "positive")`. How many are kept now, and how far does the
-# step turn? Then `python grpo.py config/lesson.py`, and again with
-# `--tracin=self --out_dir=out/by_self`. Compare the rewards.
+# **Try 7** (easy): `tracin.select(on_held_out, "positive")`. How many are kept now, and how far
+# does the step turn?
 #
 # ## 9. Where did it learn that?
 # Now we look back. A step has changed how likely a sentence is. Which rollouts did that?
@@ -334,6 +332,15 @@ before = log_prob().item()
 slope_before = slope()
 move(-SIZE, target)             # a plain step on all rollouts
 after = log_prob().item()
+
+# %% [markdown]
+# **Write** (hard): the shares, N numbers, from `SIZE`, `tape` and `slope_before`.
+
+# %%
+shares = ...
+judge_shares(shares, tape, SIZE, slope_before, target)
+
+# %%
 shares = -SIZE * tape.dot(slope_before)                                         # (N,)
 print(f"the log-prob changed by {after - before:+.4f}, the shares add up to {shares.sum():+.4f}")
 
@@ -352,7 +359,7 @@ picture("i9_shares", f"rollout; the sentence is number 0, advantage {batch.advan
         "share of the change of log-prob")
 
 # %% [markdown]
-# **Try:** `SIZE` 0.3, then 1. With which of the two slopes does the sum come out longer?
+# **Try 8** (medium): `SIZE` 0.3, then 1. How far are both sums from the change?
 #
 # ## 10. What if it had been left out?
 # A share says what a rollout did. Another question: what would be, had it not been there? For one
@@ -373,23 +380,26 @@ def weighed_gradient(weights):
     return tracin.gradient_of(setup, smooth, weighed, step, "policy")
 
 
-def train(weights):
+def train(weights, size):
     """Two steps from the start -> where each began, and the log-prob at the end."""
     setup.policy.load_state_dict(start)
     began = []
     for _ in range(2):
         began.append({name: x.clone() for name, x in setup.policy.state_dict().items()})
-        move(-SIZE, weighed_gradient(weights))
+        move(-size, weighed_gradient(weights))
     return began, log_prob().item()
 
 
+def less_of_each(part, size):
+    """The log-prob less what it is with `part` of a rollout left out, / part, for each (N,)"""
+    _, f = train(torch.ones(N), size)
+    return torch.tensor([(f - train(1 - part * this, size)[1]) / part for this in torch.eye(N)])
+
+
 # %%
-without, a_tenth_less = torch.zeros(2, N)
-began, f = train(torch.ones(N))
-for i in range(N):
-    this = torch.eye(N)[i]
-    without[i] = f - train(1 - this)[1]
-    a_tenth_less[i] = (f - train(1 - 0.1 * this)[1]) / 0.1
+_, f = train(torch.ones(N), SIZE)
+without = less_of_each(1.0, SIZE)                                               # (N,)
+a_tenth_less = less_of_each(0.1, SIZE)                                          # (N,)
 print(f"without rollout 0 the log-prob would be {f - without[0]:.4f} in place of {f:.4f}")
 
 # %% [markdown]
@@ -404,18 +414,26 @@ print(f"without rollout 0 the log-prob would be {f - without[0]:.4f} in place of
 
 # %%
 NEAR = 0.002
-train(torch.ones(N))
-end = back = slope()
-effects, without_h = torch.zeros(2, N)
-for weights in reversed(began):
-    setup.policy.load_state_dict(weights)
-    alone = [weighed_gradient(one) for one in torch.eye(N)]
-    effects -= SIZE * torch.stack([inner(gradient, back) for gradient in alone])
-    without_h -= SIZE * torch.stack([inner(gradient, end) for gradient in alone])
-    here = weighed_gradient(torch.ones(N))
-    move(NEAR, back)
-    there = weighed_gradient(torch.ones(N))
-    back = {p: g - SIZE * (there[p] - here[p]) / NEAR for p, g in back.items()}
+
+
+def derivatives(size):
+    """Of the log-prob by each rollout's weight: with H, and without it (N,) each."""
+    began, _ = train(torch.ones(N), size)
+    end = back = slope()
+    effects, without_h = torch.zeros(2, N)
+    for weights in reversed(began):
+        setup.policy.load_state_dict(weights)
+        apart = [weighed_gradient(one) for one in torch.eye(N)]
+        effects -= size * torch.stack([inner(gradient, back) for gradient in apart])
+        without_h -= size * torch.stack([inner(gradient, end) for gradient in apart])
+        here = weighed_gradient(torch.ones(N))
+        move(NEAR, back)
+        there = weighed_gradient(torch.ones(N))
+        back = {p: g - size * (there[p] - here[p]) / NEAR for p, g in back.items()}
+    return effects, without_h
+
+
+effects, without_h = derivatives(SIZE)
 for name, found in ("the derivatives", effects), ("without H they", without_h):
     off = [(found - x).norm() / x.norm() for x in (a_tenth_less, without)]
     print(f"{name} are off by {off[0]:.1%} for a tenth of a rollout, by {off[1]:.1%} for all of it")
@@ -425,8 +443,8 @@ plt.axline((0, 0), slope=1, color="grey", label="prediction kept")
 picture("i10_left_out", "derivative", "log-prob with it less without it")
 
 # %% [markdown]
-# **Try:** `SIZE = 0.2` in section 9. A derivative is a straight line, too. For which change does it
-# hold longer?
+# **Try 9** (medium): `SIZE = 0.2` in section 9. A derivative is a straight line, too. For which
+# change does it hold longer?
 #
 # ## 11. The account of a reward
 # A sentence was an example. What we want to know of a run is why its reward rose on prompts that it
@@ -440,42 +458,47 @@ picture("i10_left_out", "derivative", "log-prob with it less without it")
 # $b$ the mean reward of the prompt's other completions. It says what GRPO does: make likelier what
 # is better than the others. $b$ changes nothing on average and takes away most of the noise.
 #
-# Two plain steps on our batch, again without the clip. At each of the three weights, 500
-# completions of two other prompts, always with the same random numbers.
+# Two plain steps on our batch, again without the clip. At each of the three weights, 250
+# completions of each of two other prompts, always with the same random numbers.
 
 # %%
-SIZE = 0.1
-COUNT = 500
-fresh = replace(cfg, num_generations=COUNT)
-
-
-def look():
-    """The mean reward and its slope at the weights as they are."""
+def look(count, with_baseline):
+    """The mean reward and its slope at the weights as they are, from 2 * count completions."""
+    many = replace(cfg, num_generations=count)
     rollout, asked, texts = grpo.sample_completions(
-        setup, setup.policy, setup.eval_prompts[:2], fresh, seed=4)
-    scores = grpo.all_scores(setup.reward_funcs, asked, texts, fresh)
-    r = grpo.total_reward(scores, cfg.reward_weights, COUNT).view(2, COUNT)
-    b = (r.sum(1, keepdim=True) - r) / (COUNT - 1)
+        setup, setup.policy, setup.eval_prompts[:2], many, seed=4)
+    scores = grpo.all_scores(setup.reward_funcs, asked, texts, many)
+    r = grpo.total_reward(scores, cfg.reward_weights, count).view(2, count)
+    b = (r.sum(1, keepdim=True) - r) / (count - 1) * with_baseline
     logp = completion_logprobs(setup.policy, rollout, cfg.temperature).sum(1)
     mean = ((r - b).flatten() * logp).mean()
     return r.mean().item(), dict(zip(setup.trained, torch.autograd.grad(mean, setup.trained)))
 
 
+def account(size, count, with_baseline=True):
+    """R before and after two steps, and each rollout's share of its rise: with the mean of the
+    slopes before and after each step, and with the slope before it (N,)"""
+    setup.policy.load_state_dict(start)
+    shares, left_end = torch.zeros(2, N)
+    R_start, slope = look(count, with_baseline)
+    for _ in range(2):
+        apart = [weighed_gradient(one) for one in torch.eye(N)]
+        move(-size, weighed_gradient(torch.ones(N)))
+        R_end, next_slope = look(count, with_baseline)
+        mean = {p: (slope[p] + next_slope[p]) / 2 for p in setup.trained}
+        shares -= size * torch.stack([inner(gradient, mean) for gradient in apart])
+        left_end -= size * torch.stack([inner(gradient, slope) for gradient in apart])
+        slope = next_slope
+    return R_start, R_end, shares, left_end
+
+
 # %%
-setup.policy.load_state_dict(start)
-shares, left_end = torch.zeros(2, N)
-R_start, slope = look()
-for _ in range(2):
-    alone = [weighed_gradient(one) for one in torch.eye(N)]
-    move(-SIZE, weighed_gradient(torch.ones(N)))
-    R_end, next_slope = look()
-    mean = {p: (slope[p] + next_slope[p]) / 2 for p in setup.trained}
-    shares -= SIZE * torch.stack([inner(gradient, mean) for gradient in alone])
-    left_end -= SIZE * torch.stack([inner(gradient, slope) for gradient in alone])
-    slope = next_slope
+SIZE = 0.1
+COUNT = 250
+R_start, R_end, shares, left_end = account(SIZE, COUNT)
 print(f"R rose from {R_start:.4f} to {R_end:.4f}: {R_end - R_start:+.4f}")
-print(f"the shares add up to {shares.sum():+.4f}, with the slope before each step alone to "
-      f"{left_end.sum():+.4f}")
+print(f"the shares add up to {shares.sum():+.4f} ({float(shares.sum() / (R_end - R_start)):.0%}), "
+      f"with the slope before each step alone to {left_end.sum():+.4f}")
 order = batch.rewards.argsort()
 plt.figure(figsize=(7, 3))
 plt.bar(range(N), shares[order], color=[colors[i] for i in order])
@@ -486,10 +509,126 @@ picture("i11_account", "reward of the rollout", "share of the rise of R")
 # The sum comes near the true rise. The lowest and the highest rewards gave most of it: to make a
 # bad completion less likely helps as well, and from an average one there is little to learn.
 #
-# **Try:** forget the baseline: `b = 0`. Then `COUNT = 20`. Then `SIZE = 1`. Which of the three
-# hurts the sum most, and which only makes it noisy? (`R` and its slope are estimates from
-# 1000 completions, so even a perfect sum may be a tenth off.)
+# **Try 10** (hard): forget the baseline: `b = 0`. Then `COUNT = 20`. Then `SIZE = 0.5`. Which of
+# the three keeps the shares from adding up, even if we could take as many completions as we like?
+# (`R` and its slope are estimates from 500 completions.)
 #
 # After `python grpo.py config/lesson.py`, `python tracin.py out/lesson_run` makes such an account
 # of the whole run: through AdamW, where a rollout counts in all later steps by momentum too.
 # docs/account.md says how, and how far it can be trusted.
+
+# %%
+print(*added_code("nano.py", "nano_tracin.py"), sep="\n")
+
+# %% [markdown]
+# These lines are all that the first lesson's loop lacks to learn from helpful rollouts only:
+# `diff nano.py nano_tracin.py`. The tape is that of section 3, the choice that of section 8.
+#
+# ## Answers
+# Each number is of the run that made this page: with other `flags` they are others.
+#
+# **1.** They have. Prompts share the policy's weights, and here even words, so what one group
+# learns moves the others.
+
+# %%
+setup.policy.load_state_dict(start)
+on_first = tape.dot(gradient_of(step.rows[:G]))                                 # (N,)
+print(f"answer 1: influence on the first group: its own rollouts {on_first[:G].sum():+.3f}, all "
+      f"others {on_first[G:].sum():+.3f}, the largest of these "
+      f"{on_first[G:].max():+.3f} and {on_first[G:].min():+.3f}")
+
+# %% [markdown]
+# **2.** The square of its length, `inner(target, target)`. The rollouts' gradients add up to that
+# of the target, so their inner products with it do, too.
+
+# %%
+print(f"answer 2: sum of all influences {influence.sum():.5f}, inner(target, target) "
+      f"{float(inner(target, target)):.5f}")
+
+# %% [markdown]
+# **3.** As long as the gradient stays nearly the same. The error grows with `SIZE`.
+
+# %%
+for size in (0.1, 0.5, 2.0):
+    off = (falls(size) - influence).norm() / influence.norm()
+    print(f"answer 3: SIZE {size:g}: the falls are off by {off:.0%}")
+
+# %% [markdown]
+# **4.** No. At a hundredth of the run's rate the promise is kept, and at the run's own it is far
+# off: each weight moves by as much as the rate, and they are 300,000.
+
+# %%
+promised = float(influence_adam.sum())
+for RATE in (1e-5, 1e-4, 1e-3):
+    for group in setup.optimizer.param_groups:
+        group["lr"] = RATE
+    print(f"answer 4: RATE {RATE:g}: AdamW's step gives {adamw_step(target) / promised:.0%} of "
+          "what was promised")
+
+# %% [markdown]
+# **5.** The word with the lowest bar. Where `asks` and `push` have different signs, the rollout and
+# the target want different things of that word.
+
+# %%
+worst = int(influence.argmin())
+_, _, pieces = words_of(worst)
+harm = min(pieces, key=lambda piece: piece.influence)
+print(f"answer 5: rollout {worst}, {batch.completions[worst]!r}, has influence "
+      f"{influence[worst]:+.4f}; the most harm is by {harm.text or '(end)'!r}, "
+      f"{harm.influence:+.4f}")
+
+# %% [markdown]
+# **6.** Less firm. With six completions of a prompt two seeds agree less than with 24: a target of
+# few rollouts is mostly their noise.
+
+# %%
+for count in (6, 24):
+    orders = [influence_elsewhere(count, seed) for seed in (3, 4, 5, 6)]
+    found = [agreement(x, y) for i, x in enumerate(orders) for y in orders[:i]]
+    print(f"answer 6: num_generations {count}: agreement of two seeds is {sum(found) / 6:.1f} on "
+          "average")
+
+# %% [markdown]
+# **7.** Fewer, since nothing of this influence is a rollout's own. So the step turns further away
+# from that of all rollouts.
+
+# %%
+for name, found in ("batch", influence), ("held-out", on_held_out):
+    keep, _ = tracin.select(found, "positive")
+    print(f"answer 7: target {name}: {int(keep.sum())} of {N} kept, cosine with all "
+          f"{cosine(tape.gradient(keep), whole):.2f}")
+
+# %% [markdown]
+# **8.** Both grow worse with the step. The mean of two slopes is exact for a curve of second order,
+# so it stays nearer.
+
+# %%
+for size in (0.05, 0.3, 1.0):
+    setup.policy.load_state_dict(start)
+    before, slope_before = log_prob().item(), slope()
+    move(-size, target)
+    change, slope_after = log_prob().item() - before, slope()
+    first, last = (float(-size * tape.dot(x).sum()) for x in (slope_before, slope_after))
+    print(f"answer 8: SIZE {size:g}: the change is {change:+.3f}, the slope before says "
+          f"{first:+.3f}, the mean of both {(first + last) / 2:+.3f}")
+
+# %% [markdown]
+# **9.** For a tenth of a rollout. A derivative is about a small change, and a whole rollout is a
+# large one.
+
+# %%
+effects, _ = derivatives(0.2)
+off = [(effects - x).norm() / x.norm() for x in (less_of_each(0.1, 0.2), less_of_each(1.0, 0.2))]
+print(f"answer 9: SIZE 0.2: the derivatives are off by {off[0]:.1%} for a tenth of a rollout, by "
+      f"{off[1]:.1%} for all of it")
+
+# %% [markdown]
+# **10.** `SIZE = 0.5`. Without a baseline, or with few completions, the slope is noisier, and more
+# completions mend that. A step that is too long for a straight line stays so.
+
+# %%
+for name, arguments in {"b = 0": (SIZE, COUNT, False), "COUNT = 20": (SIZE, 20),
+                        "SIZE = 0.5": (0.5, COUNT)}.items():
+    R_start, R_end, shares, _ = account(*arguments)
+    share = float(shares.sum() / (R_end - R_start))
+    print(f"answer 10: {name}: the shares add up to {share:.0%} of the rise")

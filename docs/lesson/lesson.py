@@ -5,71 +5,72 @@
 # them, makes those above their group's average likelier and the others less likely. A prompt with
 # one completion is a **rollout**.
 #
+# ![A prompt, its completions, their rewards and advantages, the loss, a step](../algorithm.svg)
+#
+# You need a little PyTorch: what a tensor, `backward` and an optimizer are. A **log-prob** is the
+# logarithm of a probability, so 0 is certain and -8 is a surprise.
+#
 # Sections 1 to 5 take one step apart. Sections 6 to 8 add what a run needs: several steps on the
 # same rollouts, a bound on how far the policy goes, and many iterations. The second lesson,
 # `influence.ipynb`, asks which rollouts helped.
 #
-# Every function here is the project's own. `python docs/lesson/lesson.py` takes under a minute and
-# draws to `out/lesson`. Or open `lesson.ipynb` in VS Code or Jupyter (`pip install jupyterlab`).
-# There write each `--name=value` that **Try** names into `flags`, and restart the kernel after
-# editing a file.
+# Every function here is the project's own. Open `lesson.ipynb` in Jupyter
+# (`pip install matplotlib jupyterlab`) or VS Code. Or run `python docs/lesson/lesson.py`, which
+# takes under a minute and draws to `out/lesson`. On Windows both work alike; `python` may be called
+# `py` there.
 #
-# It needs the whole project and matplotlib. If you have this file alone, as in Colab: clone the
-# project, `pip install -r requirements.txt matplotlib` there, and open it in `docs/lesson`.
+# **Try** is a question: first predict, then change what it names and run all cells. **Write** asks
+# for a line of yours in place of the dots, and the next line says whether it is right. Answers to
+# **Try** are at the end. After editing a `.py` file restart the kernel.
+
+# %%
+address = ""        # only in Colab: from where to clone the project
+if address:
+    import os
+    import subprocess
+    import sys
+    subprocess.run(["git", "clone", address, "grpo"], check=True)
+    os.chdir("grpo/docs/lesson")
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-r", "../../requirements.txt",
+                    "matplotlib"], check=True)
+
+# %%
+from classroom import judge_advantages, judge_objective, loop_of, open_world, picture, plt
+
+print(*loop_of("nano.py"), sep="\n")
+
+# %% [markdown]
+# That is GRPO: the loop of [nano.py](../../nano.py), where each block says why it is there. Read it
+# there first, which takes ten minutes. (Do not run it in a class: it prints real comments, and some
+# are vile. The sentences here are clean.)
+#
+# Then we take it apart: rollout in section 2, score and advantage in 3, loss in 4 and 6, step in 5
+# and 8, reference in 7.
 #
 # ## 1. A small world
 # The policy is a GPT of 300,000 weights that has read made-up sentences of eight words
-# (`config/lesson.py`). A prompt is the first three, so a completion should be five words and an end
-# token. The reward is a rule: the share of the letter e in a completion.
+# (`config/lesson.py`). It is a file, so everybody sees the same numbers. A prompt is the first
+# three words, so a completion should be five words and an end token. The reward is a rule: the
+# share of the letter e in a completion.
 
 # %%
-import os
-import sys
+flags = []      # to try something: ["--temperature=0.3"]
 
-sys.path[:0] = [os.path.join(sys.path[0], "../.."), "../.."]     # where the project is
-if not any(os.path.exists(os.path.join(path, "grpo.py")) for path in sys.path):
-    raise SystemExit("the lesson needs the project around it: clone it, open docs/lesson there")
-
+# %%
 from dataclasses import replace
 
 import torch
 
 import grpo
-from common.files import ROOT
-from common.script import BadInput, exit_codes, optional
-from data.prompts import draw_prompts
 from loss import clipped_objective, kl_estimate, loss_of
 from rollout import completion_states
-from run.settings import load_settings
 
-with exit_codes(), optional("matplotlib"):       # without it: one line
-    import matplotlib.pyplot as plt
-
-
-def picture(name, xlabel, ylabel):
-    plt.xlabel(xlabel)
-    plt.ylabel(ylabel)
-    if plt.gca().get_legend_handles_labels()[0]:
-        plt.legend(fontsize="small")
-    plt.tight_layout()
-    os.makedirs("out/lesson", exist_ok=True)
-    plt.savefig(f"out/lesson/{name}.png", dpi=100)
-
-
-flags = sys.argv[1:] if sys.argv[0].endswith("lesson.py") else []
-with exit_codes():      # a slip in a flag is one line
-    cfg = load_settings([f"{ROOT}/config/lesson.py", *flags])
-    if cfg.device != "cpu":
-        raise BadInput(f"device = {cfg.device!r}: the pictures need tensors of a CPU: leave it out")
-    setup = grpo.prepare(cfg, grpo.read_inputs(cfg))
-prompts = draw_prompts(setup.prompts, 0, cfg.num_prompts, cfg.seed)
+cfg, setup, prompts = open_world(flags)
 G = cfg.num_generations
 N = len(prompts) * G
 print("prompts:", [prompt.text for prompt in prompts])
 
 # %% [markdown]
-# **Try:** in `reward` at the end of `config/lesson.py` take o for e.
-#
 # ## 2. Rollout
 # The policy writes six completions of each prompt. Each token's log-prob is kept: training will
 # ask how much likelier the token has become since. The policy as it was here is the **sampler**.
@@ -88,7 +89,9 @@ picture("2_rollout", "token of the completion", "rollout")
 # %% [markdown]
 # Red lines part the prompts. Dark tokens were a surprise. White is after the end of a completion.
 #
-# **Try:** `--temperature=0.3`. What happens to the surprises?
+# **Try 1** (medium): `flags = ["--temperature=0.3"]` in section 1. The logits are divided by the
+# temperature before a token is drawn. Which surprises go, and are the six completions of a prompt
+# alike then?
 #
 # ## 3. Score and advantage
 # Each completion gets a reward. Its advantage is its distance from the mean of its group, in
@@ -98,8 +101,20 @@ picture("2_rollout", "token of the completion", "rollout")
 # %%
 scores = grpo.all_scores(setup.reward_funcs, asked, texts, cfg)                  # (N, K)
 rewards = grpo.total_reward(scores, cfg.reward_weights, G)                      # (N,)
-advantages = grpo.group_advantages(rewards, G, cfg.scale_rewards)               # (N,)
+print("rewards of the first prompt:", [f"{x:.3f}" for x in rewards[:G]])
 print("standard deviations:", [f"{x:.3f}" for x in rewards.view(-1, G).std(1)])
+
+# %% [markdown]
+# **Write** (medium): the advantages, from `rewards` (N,) and `G`. `rewards.view(-1, G)` has a row
+# for each prompt. With `keepdim=True` a mean or a standard deviation of the rows is a column, so
+# that it can be subtracted from them.
+
+# %%
+advantages = ...
+judge_advantages(advantages, rewards, G)
+
+# %%
+advantages = grpo.group_advantages(rewards, G, cfg.scale_rewards)               # (N,)
 colors = [f"C{i // G}" for i in range(N)]       # a colour per prompt
 plt.figure(figsize=(7, 3))
 plt.bar(range(N), advantages, color=colors)
@@ -107,25 +122,32 @@ plt.xticks(range(0, N, G), [repr(prompt.text) for prompt in prompts], ha="left")
 picture("3_advantages", "rollouts of each prompt", "advantage")
 
 # %% [markdown]
-# **Try:** `--scale_rewards=none` divides by no standard deviation. Which prompt loses weight?
+# **Try 2** (easy): `--scale_rewards=none` leaves out the division. Which prompt counts less then?
+# Look at the standard deviations above.
 #
 # ## 4. The clip
 # The **ratio** of a token says how much likelier it has become:
 # $\rho = p_\mathrm{policy} / p_\mathrm{sampler}$. Its objective, which training makes larger, is
 # $\min(\rho A,\ \mathrm{clip}(\rho) A)$, where clip keeps $\rho$ within 1 - epsilon and
 # 1 + epsilon. Where the curve is flat, a token has moved far enough and is left alone.
+#
+# **Write** (medium): the objective of each `ratio` (n, 1) for both advantages `A` (2,). Their
+# product is a table (n, 2). You need `torch.min` and `clamp`.
 
 # %%
 ratio = torch.linspace(0, 3, 101)[:, None]                                      # (n, 1)
+A = torch.tensor([1.0, -1.0])
+objective = ...
+judge_objective(objective, ratio, A, cfg)
+
+# %%
 plt.figure(figsize=(5, 3))
-for A in (1.0, -1.0):
-    objective = clipped_objective(ratio, ratio.log(), torch.full((101,), A), cfg)
-    plt.plot(ratio, objective, label=f"advantage {A:+g}")
+for a in A:
+    curve = clipped_objective(ratio, ratio.log(), a.expand(len(ratio)), cfg)
+    plt.plot(ratio, curve, label=f"advantage {a:+g}")
 picture("4_clip", f"ratio = policy / sampler; epsilon = {cfg.epsilon}", "objective")
 
 # %% [markdown]
-# **Try:** `--epsilon=0.5`. Where do the curves bend now?
-#
 # ## 5. The step
 # `grpo.collect` does sections 2 and 3 in one call. Then: loss, backward, optimizer step. The loss
 # is minus the mean of the objective over all tokens. The policy still is the sampler, so all ratios
@@ -145,23 +167,44 @@ with torch.no_grad():
     after = loss_of(setup, setup.policy, batch, step.rows, step, cfg)
 change = (after.logp - batch.rollout.logp).sum(1)                               # (N,)
 print(f"ratio {float(loss.ratio.mean()):.6f}, loss {float(loss.total.detach()):+.6f}")
+print(f"likelier although below average: {int(((change > 0) & (batch.advantages < 0)).sum())} of "
+      f"{int((batch.advantages < 0).sum())} rollouts")
 plt.figure(figsize=(5, 3))
 plt.scatter(batch.advantages, change, color=colors)
 plt.axhline(0, color="grey")
 picture("5_step", "advantage", "change of log-prob")
 
 # %% [markdown]
-# Look for a dot above 0 whose advantage is below 0: it became likelier although it was below
-# average. Rollouts share words, and a step on one moves the others too.
+# The dots above 0 whose advantage is below 0 became likelier although they were below average.
+# Rollouts share words, and a step on one moves the others too.
 #
-# **Try:** flip the sign of the objective in `loss.clipped_objective` and run the lesson. Then run
-# `python grpo.py config/lesson.py --out_dir=out/flipped` and look at the reward. Flip it back!
+# **Try 3** (easy): in `loss.clipped_objective` return minus what it returns. What will the policy
+# write after `python grpo.py config/lesson.py --out_dir=out/flipped`? Flip it back!
 #
 # ## 6. A second step on the same rollouts
+# ### How far have they moved?
 # Sampling is expensive, so a batch may serve several steps. Before the second one the policy is no
-# longer the sampler: ratios are not 1 any more. What does each token ask of the policy now? Its
-# **pull** is minus the derivative of the loss by its log-prob. Above 0 it wants to be likelier. For
-# a token that the clip holds the pull is exactly 0.
+# longer the sampler: ratios are not 1 any more. We compute the loss once more, without a step.
+
+# %%
+loss = loss_of(setup, setup.policy, batch, step.rows, step, cfg)
+ratio = loss.ratio[mask].detach()                                               # (M,) of all tokens
+plt.figure(figsize=(5, 3))
+plt.hist(ratio.log2(), bins=30)
+plt.axvspan(*torch.tensor(cfg.clip_range).log2(), color="black", alpha=0.2, label="1 ± epsilon")
+low, high = cfg.clip_range
+print(f"ratios from {ratio.min():.2f} to {ratio.max():.2f}; outside the clip's range are "
+      f"{int(((ratio < low) | (ratio > high)).sum())} of {len(ratio)} tokens")
+picture("6_ratios", "log2 of the ratio (1: twice as likely as when it was sampled)", "tokens")
+
+# %% [markdown]
+# One step is enough to take many tokens out of the clip's range.
+#
+# ### What does a token ask for now?
+# Its **pull** is minus the derivative of the loss by its log-prob: above 0 it wants to be likelier.
+# `torch.autograd.grad` gives it. For a token that the clip holds the pull is exactly 0. To see
+# which these are we compute it twice, with the settings `cfg` and with `no_clip`, which are the
+# same but for an epsilon that no ratio reaches.
 
 # %%
 def pull_of(how):
@@ -175,8 +218,7 @@ no_clip = replace(cfg, epsilon=1e9)
 ratio, pull = pull_of(cfg)
 _, free = pull_of(no_clip)
 held = (pull == 0) & (free != 0)
-print(f"ratios from {ratio.min():.2f} to {ratio.max():.2f}; the clip holds {int(held.sum())} "
-      f"of {len(ratio)} tokens")
+print(f"the clip holds {int(held.sum())} of {len(ratio)} tokens")
 plt.figure(figsize=(7, 3.5))
 plt.scatter(ratio, free, facecolors="none", edgecolors="grey", label="without the clip")
 plt.scatter(ratio[~held], pull[~held], s=12, label="with the clip")
@@ -189,7 +231,10 @@ picture("6_pull", "ratio (1: as likely as when it was sampled)", "pull")
 # that has become likelier pulls all the harder. The clip stops that. It does not hold a token that
 # went the wrong way: good, but less likely than before.
 #
-# Now take five steps from the start, with the clip and without.
+# ### Five steps
+# So the clip does not bound a ratio. It bounds what a token can **gain**: its objective less what
+# it was at ratio 1, in units of its advantage's size. Take five steps from the start, with the clip
+# and without.
 
 # %%
 def restart():
@@ -197,34 +242,46 @@ def restart():
     setup.optimizer.state.clear()           # AdamW forgets the gradients that it has seen
 
 
+def gains_of(how):
+    """What each of the M tokens has gained, in units of its advantage's size."""
+    loss = loss_of(setup, setup.policy, batch, step.rows, step, how)
+    now, before = (clipped_objective(ratio, ratio.log(), batch.advantages, how)[mask].detach()
+                   for ratio in (loss.ratio, torch.ones_like(loss.ratio)))
+    return (now - before)[before != 0] / before[before != 0].abs()
+
+
 def take_steps(count, how):
-    """Steps on the batch, from the start -> the ratios (count + 1, M) before each and at the end"""
+    """Steps on the batch, from the start -> the largest gain (count + 1,) before each and after."""
     restart()
-    ratios = []
+    gains = [gains_of(how).max()]
+    for group in setup.optimizer.param_groups:
+        group["lr"] = how.learning_rate
     for _ in range(count):
-        loss = loss_of(setup, setup.policy, batch, step.rows, step, how)
-        ratios.append(loss.ratio[mask])
-        loss.total.backward()
+        loss_of(setup, setup.policy, batch, step.rows, step, how).total.backward()
         setup.optimizer.step()
         setup.optimizer.zero_grad()
-    return torch.stack([*ratios, pull_of(how)[0]])
+        gains.append(gains_of(how).max())
+    return torch.stack(gains)
 
 
 plt.figure(figsize=(7, 3.5))
 for name, how in ("without the clip", no_clip), ("with the clip", cfg):
-    ratios = take_steps(5, how)
-    plt.fill_between(range(6), ratios.amin(1), ratios.amax(1), alpha=0.4, label=name)
-    print(f"{name}: ratios from {ratios[-1].min():.2f} to {ratios[-1].max():.2f}")
-plt.axhspan(1 - cfg.epsilon, 1 + cfg.epsilon, color="black", alpha=0.3, label="1 ± epsilon")
-plt.yscale("log")
-picture("6_passes", "steps on the same rollouts", "from the least ratio to the largest")
+    gains = take_steps(5, how)
+    ratio, _ = pull_of(how)
+    plt.plot(range(6), gains, "o-", label=name)
+    print(f"{name}: the largest gain is {gains[-1]:.1f}, ratios are from {ratio.min():.2f} to "
+          f"{ratio.max():.1f}")
+plt.axhline(cfg.epsilon, color="black", linestyle=":", label="epsilon")
+plt.yscale("symlog", linthresh=0.5)
+plt.ylim(bottom=0)
+picture("6_gain", "steps on the same rollouts", "largest gain of a token")
 
 # %% [markdown]
-# The clip is no wall. A held token still moves, since it shares weights with others, and AdamW goes
-# on for a while where earlier gradients pointed.
+# With the clip no token gains more than epsilon. Its ratio may go on: a held token shares weights
+# with others, and AdamW goes on for a while where earlier gradients pointed.
 #
-# **Try:** `--learning_rate=5e-5`. How many tokens does the clip hold after one step, and where do
-# the ratios end?
+# **Try 4** (medium): `--learning_rate=5e-5`, a twentieth. How many tokens does the clip hold after
+# one step, and how far are ratios from 1?
 #
 # ## 7. How far from the reference?
 # The reward counts one letter. Nothing says that sentences stay sentences. So GRPO can hold the
@@ -239,9 +296,10 @@ picture("6_passes", "steps on the same rollouts", "from the least ratio to the l
 #
 # $$k_1 = -d, \qquad k_2 = d^2 / 2, \qquad k_3 = e^d - d - 1$$
 #
-# The mean of k1 over many draws is the KL. That of k3 is too, since $e^d$ has the mean 1. And k3 is
-# never negative, since $e^d \geq 1 + d$. Here the vocabulary is small, so we can compare them with
-# the sum. The policy has taken three steps, and writes 50 new completions of each prompt.
+# The mean of k1 over all draws is the KL. That of k3 is too, since $e^d$ has the mean 1. And k3 is
+# never negative, since $e^d \geq 1 + d$. Here the vocabulary is small, so nothing has to be drawn:
+# the mean over all draws is a sum over the tokens, each times its probability, like the KL itself.
+# The policy has taken three steps, and writes 50 new completions of each prompt.
 
 # %%
 take_steps(3, cfg)
@@ -251,37 +309,51 @@ drawn = fresh.sampled_mask                                                      
 
 
 @torch.no_grad()
-def exact_kl():
-    """The KL (M,) at each of the M tokens that were drawn: the sum over all V."""
+def both():
+    """Log-probs (M, V) of policy and reference of all that could stand at each of M places."""
     logits = [policy.lm_head(completion_states(policy, fresh).h) / cfg.temperature
               for policy in (setup.policy, setup.reference)]
-    p, q = (x.log_softmax(-1) for x in logits)                                  # (M, V)
-    return (p.exp() * (p - q)).sum(1)
+    return [x.log_softmax(-1) for x in logits]
 
 
-exact = exact_kl()
-print(f"exact KL {exact.mean():.4f} nats per token, {len(exact)} tokens")
+def exact_kl():
+    """The mean KL of the M places."""
+    p, q = both()
+    return (p.exp() * (p - q)).sum(1).mean()
+
+
+def expected(name):
+    """Of an estimate over all draws: the mean, the standard deviation of one draw, and how often it
+    is negative."""
+    p, q = both()
+    k = kl_estimate(p, q, name)                                                 # (M, V)
+    mean, square, negative = (
+        (p.exp() * x).sum(1).mean() for x in (k, k ** 2, (k < 0).float()))
+    return mean, (square - mean ** 2) ** 0.5, negative
+
+
+print(f"exact KL {exact_kl():.3f} nats per token, {int(drawn.sum())} places")
+for name in ("k1", "k2", "k3"):
+    mean, std, negative = expected(name)
+    print(f"{name}: mean over all draws {mean:.3f}; standard deviation of one draw {std:.1f}; "
+          f"negative {negative:.0%}")
 
 # %%
 logp = fresh.logp[drawn]                                                        # (M,)
 ref_logp = grpo.reference_logprobs(setup, fresh, cfg).detach()[drawn]           # (M,)
-d = torch.linspace(-3, 3, 101)
+d = torch.linspace(-1.5, 1.5, 101)
 plt.figure(figsize=(7, 3.5))
 for name, color in ("k1", "C0"), ("k2", "C1"), ("k3", "C2"):
-    k = kl_estimate(logp, ref_logp, name)
-    noise = (k - exact).std() / len(k) ** 0.5
-    print(f"{name}: mean {k.mean():.4f} ± {noise:.4f}, of single tokens the standard deviation is "
-          f"{k.std():.3f}; negative {(k < 0).float().mean():.0%}")
     plt.plot(d, kl_estimate(-d, torch.zeros(101), name), color=color, label=name)
-    plt.scatter(ref_logp - logp, k, s=8, alpha=0.3, color=color)
+    plt.scatter(ref_logp - logp, kl_estimate(logp, ref_logp, name), s=8, alpha=0.3, color=color)
 plt.xlim(-1.5, 1.5)
 plt.ylim(-1.5, 2)
 picture("7_kl", "d = log-prob by the reference less log-prob by the policy", "estimate of the KL")
 
 # %% [markdown]
-# Each dot is a token. Single estimates are far off, and only their mean is worth something. k1 is
-# right on average but has both signs. k2 is not the KL on average; it comes near if both policies
-# are close.
+# Each dot is a token that was drawn. A single estimate is off by several times the KL. The mean of
+# k1 and that of k3 over all draws are the KL, to the last digit. That of k2 is not; it comes near
+# if both policies are close.
 #
 # GRPO adds beta times k3 to the loss of each token. What does that do? Take a step on this part of
 # the loss alone.
@@ -291,15 +363,16 @@ how = replace(many, beta=1.0)
 batch_kl = grpo.collect(setup, prompts, how, seed=3)
 whole = next(grpo.optimizer_steps(batch_kl, how, seed=1))
 loss = loss_of(setup, setup.policy, batch_kl, whole.rows, whole, how)
-before = exact_kl().mean()
+before = exact_kl()
 setup.optimizer.state.clear()
 loss.kl.backward()
 setup.optimizer.step()
 setup.optimizer.zero_grad()
-print(f"exact KL before a step on the KL alone {before:.4f}, after it {exact_kl().mean():.4f}")
+print(f"exact KL before a step on the KL alone {before:.3f}, after it {exact_kl():.3f}")
 
 # %% [markdown]
-# **Try:** `take_steps(5, no_clip)` in place of `take_steps(3, cfg)`. Which estimate is off most?
+# **Try 5** (hard): `take_steps(1, cfg)` in place of `take_steps(3, cfg)`, so that both policies are
+# closer. By what share of the KL is k2 off then, and why?
 #
 # ## 8. A learning curve
 # An iteration samples new rollouts and takes a step on them. That is all there is in `grpo.train`,
@@ -311,7 +384,8 @@ ITERATIONS = 20
 
 
 def learn(how):
-    """Iterations from the start -> mean reward and KL per token before each step (ITERATIONS, 2)"""
+    """Iterations from the start -> mean reward and KL per token before each (ITERATIONS, 2), and
+    three completions at the end"""
     restart()
     curve = []
     for it in range(ITERATIONS):
@@ -320,20 +394,23 @@ def learn(how):
         kl = kl_estimate(batch.rollout.logp, ref_logp, "k3")[batch.loss_mask].mean()
         curve.append([batch.rewards.mean(), kl])
         grpo.update(setup, batch, None, how, seed=it)
-    return torch.tensor(curve)
+    written = grpo.sample_completions(setup, setup.policy, prompts, cfg, seed=2).texts
+    return torch.tensor(curve), written[:3]
+
+
+def ends_of(curve):
+    return (f"reward {curve[:3, 0].mean():.3f} to {curve[-3:, 0].mean():.3f} (means of three "
+            f"iterations), KL {curve[-3:, 1].mean():.3f}")
 
 
 # %%
 print("before training:", *map(repr, texts[:3]), sep="\n")
 _, (left, right) = plt.subplots(1, 2, figsize=(9, 3))
 for beta in (0.0, 0.1):
-    curve = learn(replace(cfg, beta=beta))
+    curve, written = learn(replace(cfg, beta=beta))
     left.plot(curve[:, 0], label=f"beta {beta}")
     right.plot(curve[:, 1], label=f"beta {beta}")
-    print(f"beta {beta}: reward {curve[:3, 0].mean():.3f} to {curve[-3:, 0].mean():.3f} "
-          f"(means of three iterations), KL {curve[-3:, 1].mean():.3f}")
-    written = grpo.sample_completions(setup, setup.policy, prompts, cfg, seed=2).texts
-    print(*map(repr, written[:3]), sep="\n")
+    print(f"beta {beta}: {ends_of(curve)}", *map(repr, written), sep="\n")
 left.set(xlabel="iteration", ylabel="reward")
 picture("8_curve", "iteration", "KL, nats per token")
 
@@ -342,8 +419,99 @@ picture("8_curve", "iteration", "KL, nats per token")
 # hacking**: a rule of letters is easily served without sentences. The KL holds the policy near what
 # it had read, and costs some reward.
 #
-# **Try:** in the last cell (0.0, 1.0) for (0.0, 0.1). What does a large beta leave of the reward?
+# **Try 6** (easy): in the last cell (0.0, 1.0) for (0.0, 0.1). What does a large beta leave of the
+# rise?
 #
-# What is left is bookkeeping: `python grpo.py config/lesson.py` trains this world in earnest, and
-# `grpo.py` is written to be read from its first line to its last. Which of the rollouts made it
-# better? `influence.ipynb` goes on here.
+# **Try 7** (easy): in `reward` at the end of `config/lesson.py` take o for e. Which words will the
+# policy write?
+#
+# What is left is bookkeeping: `python grpo.py config/lesson.py` trains this world in earnest. Which
+# of the rollouts made it better? `influence.ipynb` goes on here. All that it adds to the loop is
+# `diff nano.py nano_tracin.py`.
+#
+# ## Answers
+# Each number is of the run that made this page: with other `flags` they are others.
+#
+# **1.** Divided by 0.3, the differences of the logits are three times as large, so what was
+# unlikely is not drawn any more: words that break the sentence's pattern. But the words that fit a
+# place were about equally likely, and still are. So no surprise is left, and completions stay
+# different.
+
+# %%
+def surprises(temperature):
+    """Of completions at a temperature: tokens, surprises (below -4) among them, and texts."""
+    how = replace(cfg, temperature=temperature)
+    found = grpo.sample_completions(setup, setup.policy, prompts, how, seed=2)
+    logp = found.rollout.logp[found.rollout.sampled_mask]
+    return len(logp), int((logp < -4).sum()), {(i // G, text) for i, text in enumerate(found.texts)}
+
+
+restart()
+for temperature in (1.0, 0.3):
+    tokens, rare, different = surprises(temperature)
+    print(f"answer 1: temperature {temperature}: {rare} surprises in {tokens} tokens, "
+          f"{len(different)} of {N} completions differ")
+
+# %% [markdown]
+# **2.** The prompt whose rewards are closest together. Divided by their own standard deviation, all
+# groups count about alike. Without that, a group counts by how far apart its rewards are.
+
+# %%
+spread = rewards.view(-1, G).std(1)                                             # (B,)
+least = int(spread.argmin())
+sizes = [grpo.group_advantages(rewards, G, scale).abs().view(-1, G).sum(1)
+         for scale in ("group", "none")]
+divided, plain = (float(size[least] / size.sum()) for size in sizes)
+print(f"answer 2: {prompts[least].text!r}, of standard deviation {spread[least]:.3f}, has "
+      f"{divided:.1%} of all advantage, undivided {plain:.1%}")
+
+# %% [markdown]
+# **3.** Words with few letters e, or nothing at all: what is better than the rest of its group
+# becomes less likely. (The other sign of the reward does the same, so no file is edited here.)
+
+# %%
+curve, written = learn(replace(cfg, reward_weights=[-1.0]))
+print(f"answer 3: flipped: the share of e goes from {-curve[:3, 0].mean():.3f} to "
+      f"{-curve[-3:, 0].mean():.3f}", *map(repr, written), sep="\n")
+
+# %% [markdown]
+# **4.** None. AdamW's first step moves each weight by the learning rate, so a twentieth of it moves
+# the log-probs about a twentieth as far, and no ratio leaves the clip's range.
+
+# %%
+for rate in (cfg.learning_rate, cfg.learning_rate / 20):
+    take_steps(1, replace(cfg, learning_rate=rate))
+    (ratio, pull), (_, free) = pull_of(cfg), pull_of(no_clip)
+    held = (pull == 0) & (free != 0)
+    print(f"answer 4: learning rate {rate:g}: the clip holds {int(held.sum())} of {len(ratio)} "
+          f"tokens, ratios from {ratio.min():.2f} to {ratio.max():.2f}")
+
+# %% [markdown]
+# **5.** By less. As series in $d$, k3 is $d^2/2 + d^3/6 + \dots$, and k2 is its first term. So what
+# k2 leaves out is of the order of $d^3$, and its share shrinks with $d$.
+
+# %%
+for count in (1, 3):
+    take_steps(count, cfg)
+    exact = exact_kl()
+    off = ", ".join(f"{name} by {float((expected(name)[0] / exact - 1).abs()):.0%}"
+                    for name in ("k1", "k2", "k3"))
+    print(f"answer 5: after {count} steps the exact KL is {exact:.4f}, and off are {off}")
+
+# %% [markdown]
+# **6.** Less than half of the rise. beta is a price for each nat of distance. At this one only the
+# cheapest letters e are worth it, and the sentences stay sentences.
+
+# %%
+curve, written = learn(replace(cfg, beta=1.0))
+print(f"answer 6: beta 1.0: {ends_of(curve)}", *map(repr, written), sep="\n")
+
+# %% [markdown]
+# **7.** Words with the letter o, whatever they mean. The rule knows nothing of sentences, so the
+# policy repeats the words that pay most.
+
+# %%
+setup.reward_funcs = {"reward": lambda prompts, completions, **more: [
+    text.count("o") / max(1, len(text)) for text in completions]}
+curve, written = learn(cfg)
+print(f"answer 7: letter o: {ends_of(curve)}", *map(repr, written), sep="\n")
