@@ -52,7 +52,8 @@ def loop_of(path):
     page = (ROOT / path).read_text(encoding="utf-8")
     loop = re.search("^for it in .*\n(?:(?:    .*)?\n)+", page, re.MULTILINE)[0]
     named = re.sub("^( +# [a-z]+): .*", r"\1", loop, flags=re.MULTILINE).splitlines()
-    return [line for line in named if line and not re.match(" +# .* ", line)]
+    code = [line for line in named if line and not re.match(" +# .* ", line)]
+    return [re.sub(r"(\S) +# .*", r"\1", line) for line in code]
 
 
 def added_code(old, new):
