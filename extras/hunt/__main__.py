@@ -5,22 +5,27 @@ Ten faults to hunt by what a run prints.
     python -m extras.hunt 0                 # a healthy run; 0 --influence: with influence
     python -m extras.hunt 3                 # a run with fault 3 in it
     python -m extras.hunt 3 --hint          # where to look
+    python -m extras.hunt 3 --guess=loss.py:90      # is it this line of your files?
     python -m extras.hunt 3 --answer        # the line, why it is wrong, who had it
+    python -m extras.hunt --score           # found, minutes, hints
     python -m extras.hunt 3 --copy=FOLDER   # writes the project with fault 3 in it
     python -m extras.hunt 3 --check=FOLDER  # is that copy, which you have edited, healed?
 
 Any --name=value of grpo.py goes to the run: --temperature=1, --seed=2, --debug_step=True. The fault
 is planted in a copy that is deleted afterwards. Do not read faults.py, which tells all of them.
+A run's own warnings are held back until --answer; --warnings shows them.
 
     python -m extras.hunt --table=3         # runs all of them on 3 seeds: which number shows each
     python -m extras.hunt --table=3 --first_seed=4
 """
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -33,6 +38,8 @@ CONFIG = "extras/hunt/config/hunt.py"
 CACHE = "out/prepared"      # cache_dir, if no flag says so
 NOT_COPIED = (".*", "out", "venv", "env", "wandb", "shared", "docs", "tests", "__pycache__", "*.pt",
               "hunt")
+SCORE = "out/hunt_score.json"
+NEAR = 2        # lines: a guess may name the comment above
 NUM_SHOWN = 16  # completions, those of two prompts
 CHECKED = 3     # iterations of a copy that are compared with a healthy run's
 
@@ -65,8 +72,23 @@ def write_copy(folder, fault):
         f.write(source.replace(fault.old, fault.new))
 
 
-def run_copy(folder, flags, quiet=False):
-    """Run the small world with the project in a folder -> Seen. quiet: print nothing."""
+def without_cause(line):
+    """A line of a run, less what names the cause: its warnings, and what a stop suspects."""
+    if re.match(r"WARNING|warnings of this run|  (\d+ )?iterations? [^:]*\d: ", line):
+        return ""
+    return re.sub("( nats on a token): by .*", r"\1", line)
+
+
+def causes_in(printed):
+    """The lines that without_cause shortens or leaves out, each warning once."""
+    repeated = r"warnings of this run|  "
+    return [line for line in printed.splitlines()
+            if line != without_cause(line) and not re.match(repeated, line)]
+
+
+def run_copy(folder, flags, quiet=False, warnings=True):
+    """Run the small world with the project in a folder -> Seen. quiet: print nothing. warnings:
+    print what names the cause, too."""
     env = dict(os.environ, PYTHONDONTWRITEBYTECODE="1", PYTHONUNBUFFERED="1")
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, f"{folder}/grpo.py", f"{folder}/{CONFIG}",
@@ -77,11 +99,11 @@ def run_copy(folder, flags, quiet=False):
         for line in process.stdout:
             lines.append(line)
             if not quiet:
-                print(line, end="", flush=True)
+                print(line if warnings else without_cause(line), end="", flush=True)
         process.wait()
         logs = [f"{out}/run/{name}.jsonl" for name in ("metrics", "samples", "eval")]
         return Seen("".join(lines), *(read_log(log) if os.path.exists(log) else []
-                                      for log in logs))
+                                      for log in logs), code=process.returncode)
 
 
 def mark_of(folder, flags):
@@ -115,11 +137,50 @@ def last_line(seen):
     return " ".join(seen.printed.strip().splitlines()[-1:])
 
 
-def run_with(fault, flags, quiet=False):
+def run_with(fault, flags, quiet=False, warnings=True):
     """Run a copy with a Fault, or None, in it -> Seen."""
     with tempfile.TemporaryDirectory() as folder:
         write_copy(f"{folder}/project", fault)
-        return run_copy(f"{folder}/project", flags, quiet)
+        return run_copy(f"{folder}/project", flags, quiet, warnings)
+
+
+# ------------------------------------------------------------------------------------------------
+# the score card
+
+
+def noted(number, **facts):
+    """What the score card has of a fault, with these facts added: began (seconds), hints, guesses,
+    minutes until it was found, given_up, causes (lines that were held back)."""
+    card = read_json(SCORE, missing={})
+    row = card.setdefault(str(number), {"hints": 0, "guesses": 0})
+    row.update(facts)
+    if facts:
+        os.makedirs(os.path.dirname(SCORE), exist_ok=True)
+        write_json(SCORE, card)
+    return row
+
+
+def note_found(number):
+    """Found, unless its answer was read before. The clock starts at the first run of a fault."""
+    row = noted(number)
+    if "given_up" in row or "minutes" in row:
+        return
+    now = time.time()
+    noted(number, minutes=round((now - row.get("began", now)) / 60, 1))
+    if all("minutes" in noted(i) for i in range(1, len(FAULTS) + 1)):
+        print_score()
+
+
+def print_score():
+    print(f"\n{'fault':>5}{'found':>12}{'minutes':>9}{'hints':>7}{'guesses':>9}")
+    rows = {i: noted(i) for i in range(1, len(FAULTS) + 1)}
+    for i, row in rows.items():
+        words = "answer read" if "given_up" in row else "yes" if "minutes" in row else "-"
+        print(f"{i:5}{words:>12}{row.get('minutes', '-'):>9}{row['hints']:>7}{row['guesses']:>9}")
+    found = [row for row in rows.values() if "minutes" in row]
+    minutes, hints = (sum(row[name] for row in found) for name in ("minutes", "hints"))
+    print(f"{len(found)} of {len(rows)} found in {minutes:.0f} minutes, with {hints} hints. "
+          f"Delete {SCORE} to start anew")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -154,11 +215,22 @@ def print_samples(rows):
             print(f"{numbers}  {row['prompt']!r} -> {row['completion']!r}")
 
 
-def show(fault, flags):
-    seen = run_with(fault, flags)
+def show(number, flags, warnings):
+    """The run of a fault, or of none (0). It ends with the run's own exit code."""
+    fault = FAULTS[number - 1] if number else None
+    if fault and "began" not in noted(number):
+        noted(number, began=time.time())
+    seen = run_with(fault, flags, warnings=warnings or not fault)
+    causes = causes_in(seen.printed) if fault else []
+    if causes:
+        noted(number, causes=causes)
     if seen.metrics:
         print_metrics(seen.metrics, healthy_metrics(flags) if fault else ())
         print_samples(seen.samples)
+    if causes and not warnings:
+        print(f"\nheld back: what names the cause ({len(causes)}). --answer shows it")
+    if seen.code:
+        sys.exit(seen.code)
 
 
 def print_list():
@@ -168,12 +240,54 @@ def print_list():
           "fault; --help")
 
 
-def print_answer(fault):
+def lines_of(file, text):
+    """The numbers of the lines that a text has in a file of the project."""
+    with open(f"{ROOT}/{file}", encoding="utf-8") as f:
+        before, found, _ = f.read().partition(text)
+    first = before.count("\n") + 1
+    return range(first, first + found.rstrip("\n").count("\n") + 1) if found else range(0)
+
+
+def check_guess(number, guess):
+    """Say whether the fault is in FILE:LINE. A neighbour, where a mistake has the same effect, is
+    right too."""
+    fault = FAULTS[number - 1]
+    file, _, line = guess.rpartition(":")
+    if not line.isdigit() or not os.path.isfile(f"{ROOT}/{file}"):
+        raise BadInput(f"--guess={guess}: must be FILE:LINE of the project, like loss.py:90")
+    noted(number, guesses=noted(number)["guesses"] + 1)
+
+    def is_near(place):
+        lines = lines_of(*place)
+        return file == place[0] and any(abs(int(line) - x) <= NEAR for x in lines)
+
+    if is_near((fault.file, fault.old)):
+        print("right: this is the line. --answer tells who had it")
+        return note_found(number)
+    if any(map(is_near, fault.neighbours)):
+        print("right: a mistake here has the same effect. This time it is planted elsewhere: "
+              "--answer shows where")
+        return note_found(number)
+    print("no, not there")
+
+
+def print_answer(number):
+    fault = FAULTS[number - 1]
     print(f"{fault.file} has\n")
     print("\n".join("    " + line for line in fault.new.splitlines() or ["(nothing)"]))
     print("\nwhere there should be\n")
     print("\n".join("    " + line for line in fault.old.splitlines()))
     print(f"\n{fault.why}\n\nWho had it: {fault.who}\n\nWhat gives it away: {fault.number}")
+    print("\nIn these lines a mistake has the same effect on the policy, and counts as found:")
+    for file, text in fault.neighbours:
+        line = lines_of(file, text)[0]
+        with open(f"{ROOT}/{file}", encoding="utf-8") as f:
+            print(f"    {file}:{line}    {f.read().splitlines()[line - 1].strip()}")
+    row = noted(number)
+    causes = row.get("causes", ["nothing: it has not been run yet, or the run has no word for it"])
+    print("\nThis would have told you:", *causes, sep="\n    ")
+    if "minutes" not in row:
+        noted(number, given_up=True)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -191,7 +305,7 @@ def first_difference(found, expected):
     return None
 
 
-def check_copy(folder, fault, flags):
+def check_copy(folder, number, flags):
     """Say whether a copy is healed: whether its run has the numbers of a healthy one."""
     if not os.path.isfile(f"{folder}/grpo.py"):
         raise BadInput(f"--check={folder}: has no grpo.py; --copy=FOLDER makes such a copy")
@@ -206,6 +320,7 @@ def check_copy(folder, fault, flags):
         raise SystemExit(f"not healed: in iteration {iteration} {name} is {x}, in a healthy run it "
                          f"is {e}")
     print(f"healed: {len(expected)} iterations have the numbers of a healthy run")
+    note_found(number)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -236,28 +351,34 @@ def print_table(seeds, flags):
 
 def main(argv):
     own, rest = own_flags(argv, dict(hint=False, answer=False, influence=False, copy="", check="",
-                                     table=0, first_seed=1))
+                                     table=0, first_seed=1, guess="", score=False,
+                                     warnings=False))
     flags = [arg for arg in rest if arg.startswith("--")]
     numbers = [arg for arg in rest if not arg.startswith("--")]
     if own["table"]:
         first = own["first_seed"]
         return print_table(range(first, first + own["table"]), flags)
+    if own["score"]:
+        return print_score()
     if not numbers:
         return print_list()
     if len(numbers) > 1 or numbers[0] not in map(str, range(len(FAULTS) + 1)):
         raise BadInput(f"{' '.join(numbers)}: must be one number, 0 to {len(FAULTS)}; "
                        "python -m extras.hunt lists them")
     if numbers == ["0"]:
-        if own["hint"] or own["answer"] or own["copy"] or own["check"]:
+        if own["hint"] or own["answer"] or own["copy"] or own["check"] or own["guess"]:
             raise BadInput("0 is the healthy run: there is nothing to find")
-        return show(None, [*INFLUENCE, *flags] if own["influence"] else flags)
+        return show(0, [*INFLUENCE, *flags] if own["influence"] else flags, True)
     number = int(numbers[0])
     fault = FAULTS[number - 1]
     flags = [*fault.flags, *flags]
     if own["hint"]:
+        noted(number, hints=1)
         print(f"look at: {fault.place}")
+    elif own["guess"]:
+        check_guess(number, own["guess"])
     elif own["answer"]:
-        print_answer(fault)
+        print_answer(number)
     elif own["copy"]:
         if os.path.lexists(own["copy"]):
             raise BadInput(f"--copy={own['copy']}: is there already: name a new folder")
@@ -265,9 +386,9 @@ def main(argv):
         print(f"{own['copy']}: the project with fault {number}. Edit it, then "
               f"python -m extras.hunt {number} --check={own['copy']}")
     elif own["check"]:
-        check_copy(own["check"], fault, flags)
+        check_copy(own["check"], number, flags)
     else:
-        show(fault, flags)
+        show(number, flags, own["warnings"])
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ INFLUENCE = ("--tracin=reward", "--tracin_val_prompts=8", "--tracin_val_size=16"
 
 class Seen(NamedTuple):
     """What a run has shown."""
-    printed: str
+    printed: str        # all of it, warnings too
     metrics: list       # rows of metrics.jsonl, of samples.jsonl, of eval.jsonl
     samples: list
     evaluations: list
+    code: int = 0       # the exit code
 
 
 # ------------------------------------------------------------------------------------------------
@@ -106,6 +107,7 @@ class Fault(NamedTuple):
     who: str
     number: str         # what gives it away
     sign: object        # the function above that measures this
+    neighbours: tuple   # (file, line) of the project where a mistake has the same effect
     flags: tuple = ()
 
 
@@ -122,7 +124,9 @@ FAULTS = [
         "tokens_without_loss is not 0, and a warning says so. At first it is some 60 with 64 rows: "
         "a token is missing in every completion but the longest, where it wraps. "
         "--debug_step=True shows that it is the last one.",
-        tokens_without_loss),
+        tokens_without_loss,
+        (("rollout.py", "r.sampled_mask &= r.completion_mask"),
+         ("loss.py", "    mask = b.loss_mask\n"))),
     Fault(
         "It drifts away from the text it knew. With a higher beta it only drifts faster.",
         "loss", "loss.py",
@@ -134,7 +138,10 @@ FAULTS = [
         "72).",
         "beta*kl in the line of each iteration is below 0, which beta times a KL by k3 cannot be; "
         "kl is above 0. A warning says so.",
-        least_kl_loss),
+        least_kl_loss,
+        (("loss.py", "kl = kl_estimate(logp, b.ref_logp"),
+         ("loss.py", "corrected = kl * token_ratio"),
+         ("loss.py", "return torch.expm1(bounded(d)) - d"))),
     Fault(
         "It does not even start, and what disagrees is off by a little.",
         "rollout", "rollout.py",
@@ -145,7 +152,9 @@ FAULTS = [
         "simple_GRPO samples at 0.9 and scores at 1; TRL, pull request 3029.",
         "The run stops: the ratio is not 1, by 0.2 to 2.5 nats. With --temperature=1 it "
         "starts. --debug_step=True shows that trainer and sampler differ a little at every token.",
-        left_out_temperature),
+        left_out_temperature,
+        (("rollout.py", "model.lm_head(h).float() / sampling.temperature"),
+         ("loss.py", "logp = completion_logprobs(policy, b.rollout, cfg.temperature"))),
     Fault(
         "It learned the judge, not the task: the reward rises and rises, that of the evaluation "
         "does not.",
@@ -157,7 +166,8 @@ FAULTS = [
         "TRL: nansum made 0 of a completion that no function could score (pull request 5902).",
         "reward and rewards/reward/mean differ, though there is one function of weight 1: a "
         "warning says so. reward_max is 0, and rewards/reward/abstained rises.",
-        two_rewards),
+        two_rewards,
+        (("judge/rewards.py", "return [math.nan if value is None else next(checked)"),)),
     Fault(
         "beta holds nothing: the log says that the policy has hardly moved, the table says that it "
         "is far away.",
@@ -171,7 +181,9 @@ FAULTS = [
         "kl of the iterations stays small, kl of the table, to the policy before training, does "
         "not: a warning says so. --debug_step=True shows that after the update the reference has "
         "the trainer's log-probs.",
-        two_kls),
+        two_kls,
+        (("run/policy.py", "    return base\n"),
+         ("grpo.py", "setup.reference_fn, rollout[rows], cfg.temperature)"))),
     Fault(
         "Some prompts teach everything, and their answers are only praised or only blamed.",
         "advantage", "grpo.py",
@@ -183,7 +195,8 @@ FAULTS = [
         "The advantages of a prompt do not add up to 0: advantage_group_mean, and a warning. Later "
         "advantage_max or advantage_min are beyond 2.47, the most that one of 8 rewards can be "
         "away from their mean.",
-        mean_of_a_group),
+        mean_of_a_group,
+        (("grpo.py", "    r = rewards.view(-1, num_generations)"),)),
     Fault(
         "Nothing is ever clipped, however many passes I make over a batch.",
         "loss", "loss.py",
@@ -195,7 +208,9 @@ FAULTS = [
         "serves one step alone, as in TRL at first (issue 2769).",
         "ratio_std is 0, ratio_min and ratio_max are 1, also in the second, third and fourth step: "
         "a warning says so.",
-        spread_of_ratio),
+        spread_of_ratio,
+        (("loss.py", "old_logp = b.rollout.logp.masked_fill(~mask, 0)"),
+         ("loss.py", "token_ratio = bounded(log_ratio).exp()"))),
     Fault(
         "It does not even start, and what disagrees is off by a lot.",
         "rollout", "rollout.py",
@@ -206,7 +221,8 @@ FAULTS = [
         "TRL, issue 3681 (the wrong slice of the logits, of models that return all of them).",
         "The run stops: the ratio is not 1, a token is many nats off, at any temperature. "
         "--debug_step=True shows a trainer that finds most tokens unlikely.",
-        other_token),
+        other_token,
+        (("rollout.py", "return States(h[where], tokens[:, -T:][where], allowed, where)"),)),
     Fault(
         "Influence keeps every other rollout. It might as well throw a coin.",
         "influence", "grpo.py",
@@ -219,7 +235,9 @@ FAULTS = [
         "tracin/target_contrast is about half of a healthy run's, on average over iterations; "
         "below 0.3 a warning says so. tracin/target_advantage_min of the first iteration is above "
         "0. --tracin_val_select=worst changes nothing.",
-        contrast, INFLUENCE),
+        contrast,
+        (("tracin.py", 'num_worst = {"best": 0, "balanced"'),
+         ("tracin.py", "return torch.cat([order[:size - num_worst]")), INFLUENCE),
     Fault(
         "With influence on, the reward hardly moves.",
         "influence", "tracin.py",
@@ -230,4 +248,6 @@ FAULTS = [
         "DataInf, pull request 3 (the minus was missing, so importance was turned round).",
         "tracin/mean_ip is below 0 from the first iteration: to learn from all rollouts would harm "
         "the target, although both want the same reward. tracin/positive_ratio is below 0.3.",
-        mean_influence_below_0, INFLUENCE)]
+        mean_influence_below_0,
+        (("tracin.py", "products = self.tape.dot(direction)"),
+         ("tracin.py", "return (self.policy_coef * products)[self.step.rows]")), INFLUENCE)]

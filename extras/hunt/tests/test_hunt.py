@@ -1,4 +1,6 @@
 """Faults can be planted, are seen where they are, and a copy that is mended is called healed."""
+import contextlib
+import io
 import os
 
 import pytest
@@ -30,6 +32,63 @@ def test_only_the_answer_tells_the_line(number):
     hint = printed(hunt.main, [str(number), "--hint"])
     assert fault.place in hint
     assert line not in hint + printed(hunt.main, [])
+
+
+def printed_until(argv, code):
+    """What a hunt prints that ends with this exit code."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as ended:
+        hunt.main(argv)
+    assert ended.value.code == code
+    return out.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def score(tmp_path, monkeypatch):
+    monkeypatch.setattr(hunt, "SCORE", str(tmp_path / "out/score.json"))
+
+
+@pytest.mark.parametrize("number", range(1, 1 + len(FAULTS)))
+def test_the_line_and_its_neighbours_count_as_found(number):
+    fault = FAULTS[number - 1]
+    for file, text in ((fault.file, fault.old), *fault.neighbours):
+        with open(f"{ROOT}/{file}", encoding="utf-8") as f:
+            assert f.read().count(text) == 1, f"{file} has changed, update faults.py: {text!r}"
+        line = hunt.lines_of(file, text)[0]
+        assert "right" in printed(hunt.main, [str(number), f"--guess={file}:{line}"])
+        assert f"{file}:{line} " in printed(hunt.main, [str(number), "--answer"]) or (
+            file == fault.file and text == fault.old)
+    assert "no" in printed(hunt.main, [str(number), "--guess=nano.py:1"])
+
+
+def test_the_score_card_counts_what_was_found_without_the_answer():
+    fault = FAULTS[1]
+    right = f"--guess=loss.py:{hunt.lines_of(fault.file, fault.old)[0]}"
+    hunt.noted(2, began=hunt.time.time() - 120)
+    for flag in ("--hint", "--guess=nano.py:1", right, "--answer"):
+        printed(hunt.main, ["2", flag])
+    printed(hunt.main, ["7", "--answer"])       # read first, so a right guess is nothing found
+    line = hunt.lines_of("loss.py", FAULTS[6].old)[0]
+    printed(hunt.main, ["7", f"--guess=loss.py:{line}"])
+    rows = printed(hunt.main, ["--score"]).splitlines()
+    assert rows[3].split() == ["2", "yes", "2.0", "1", "2"]
+    assert rows[8].split() == ["7", "answer", "read", "-", "0", "1"]
+    assert rows[12].startswith("1 of 10 found in 2 minutes, with 1 hints")
+
+
+def test_what_names_the_cause_is_held_back_until_the_answer(monkeypatch):
+    said = ("iter 1: reward 0.1\nWARNING: kl_loss is below 0: check the sign\nnote: all well\n"
+            "\nwarnings of this run, the last of each kind:\n  iteration 1: kl_loss is below 0\n"
+            "  10 iterations from 1 to 12: kl_loss is below 0\nthe table: 3\n"
+            "stopped: disagree by 0.2 nats on a token: by another temperature\n")
+    assert "".join(map(hunt.without_cause, said.splitlines(keepends=True))) == (
+        "iter 1: reward 0.1\nnote: all well\n\nthe table: 3\n"
+        "stopped: disagree by 0.2 nats on a token\n")
+    monkeypatch.setattr(hunt, "run_with", lambda *args, **more: Seen(said, [], [], [], code=1))
+    assert "held back: what names the cause (2)" in printed_until(["2"], 1)
+    told = printed(hunt.main, ["2", "--answer"])
+    assert "check the sign" in told and "another temperature" in told
+    assert "held back" not in printed_until(["2", "--warnings"], 1)
 
 
 def edit(folder, old, new):
@@ -72,12 +131,12 @@ def runs(monkeypatch, tmp_path):
     monkeypatch.setattr(hunt, "CACHE", str(tmp_path / "prepared"))
     found = []
 
-    def run_copy(folder, flags, quiet=False):
+    def run_copy(folder, flags, quiet=False, warnings=True):
         with open(f"{folder}/loss.py", encoding="utf-8") as f:
             is_healthy = FAULTS[1].old in f.read()
         found.append((is_healthy, flags))
         if "--bad" in flags:
-            return Seen("a line\nerror: no such flag\n", [], [], [])
+            return Seen("a line\nerror: no such flag\n", [], [], [], code=2)
         metrics = [{"iteration": i, "reward": float(is_healthy)} for i in range(1, 6)]
         rows = [dict(m, prompt="a", completion="b") for m in metrics]
         return Seen("", metrics, rows, [])
@@ -103,6 +162,12 @@ def test_a_healthy_run_that_fails_is_not_kept(runs, tmp_path):
     assert runs == [(True, ["--max_iters=3", "--bad"])] * 2
 
 
+@pytest.mark.parametrize("number", ["0", "2"])
+def test_a_run_that_fails_ends_with_its_own_exit_code(number, runs):
+    printed_until([number, "--bad"], 2)
+    assert len(runs) == 1, "a healthy run is made though there is nothing to compare"
+
+
 def test_the_seeds_of_the_table_can_be_chosen(runs):
     refusal(hunt.main, ["--table=2", "--first_seed=7", "--bad"])    # these runs show no sign
     assert {flag for _, flags in runs for flag in flags if "seed" in flag} == {
@@ -110,7 +175,8 @@ def test_the_seeds_of_the_table_can_be_chosen(runs):
 
 
 @pytest.mark.parametrize("argv", [["11"], ["x"], ["1", "2"], ["0", "--answer"], ["1", "--check=."],
-                                  ["1", "--copy=."]])
+                                  ["1", "--copy=."], ["1", "--guess=loss.py"],
+                                  ["1", "--guess=nofile.py:3"], ["0", "--guess=loss.py:3"]])
 def test_bad_input_is_one_line(argv, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refusal(hunt.main, argv)
