@@ -188,6 +188,15 @@ def test_the_second_lessons_answers_are_what_it_prints(printed):
     assert answer("10: SIZE = 0.5: the shares add up to")[0] < 60
 
 
+def solution(name, **given):
+    """The line that docs/lesson/README.md has for this name, computed."""
+    with open(file_of("README.md"), encoding="utf-8") as f:
+        code = re.search("```python\n(.*?)```", f.read(), re.DOTALL)[1]
+    line = re.search(rf"^{name} = .*\n(?: .*\n)*", code, re.MULTILINE)[0]
+    exec(line, given)
+    return given[name]
+
+
 def test_a_written_line_is_told_right_or_which_mistake_it_is(monkeypatch, capsys):
     monkeypatch.syspath_prepend(file_of(""))
     import classroom
@@ -201,7 +210,7 @@ def test_a_written_line_is_told_right_or_which_mistake_it_is(monkeypatch, capsys
     r = rewards.view(-1, 6)
     centred = r - r.mean(1, keepdim=True)
     judge, given = classroom.judge_advantages, (rewards, 6)
-    assert "right" in told(judge, centred / r.std(1, keepdim=True), *given)
+    assert "right" in told(judge, solution("advantages", rewards=rewards, G=6), *given)
     for words, yours in {"all rollouts": (rewards - rewards.mean()) / rewards.std(),
                          "not divided": centred, "none of the usual": centred * 3,
                          "n - 1": centred / r.std(1, keepdim=True, correction=0),
@@ -212,7 +221,8 @@ def test_a_written_line_is_told_right_or_which_mistake_it_is(monkeypatch, capsys
     ratio, A = torch.linspace(0, 3, 101)[:, None], torch.tensor([1.0, -1.0])
     rho = ratio.clamp(0.8, 1.2)
     judge, given = classroom.judge_objective, (ratio, A, cfg)
-    assert "right" in told(judge, torch.min(ratio * A, rho * A), *given)
+    yours = solution("objective", torch=torch, ratio=ratio, A=A, cfg=cfg)
+    assert "right" in told(judge, yours, *given)
     for words, yours in {"no min": rho * A, "max": torch.max(ratio * A, rho * A),
                          "product": (ratio * A).clamp(0.8, 1.2)}.items():
         assert words in told(judge, yours, *given)
@@ -225,12 +235,14 @@ def test_a_written_line_is_told_right_or_which_mistake_it_is(monkeypatch, capsys
     target, slope = ({0: x} for x in torch.randn(2, 5))
     right, dots = FakeTape().dot(target), FakeTape().dot(slope)
     judge, given = classroom.judge_influence, (gradients, target)
-    assert "right" in told(judge, right, *given)
+    yours = solution("influence", torch=torch, inner=inner, target=target, alone=gradients)
+    assert "right" in told(judge, yours, *given)
     for words, yours in {"a cosine": [cosine(g, target) for g in gradients], "wrong sign": -right,
                          "itself": [inner(g, g) for g in gradients]}.items():
         assert words in told(judge, torch.tensor([*map(float, yours)]), *given)
     judge, given = classroom.judge_shares, (FakeTape(), 0.05, slope, target)
-    assert "right" in told(judge, -0.05 * dots, *given)
+    yours = solution("shares", SIZE=0.05, tape=FakeTape(), slope_before=slope)
+    assert "right" in told(judge, yours, *given)
     for words, yours in {"wrong sign": 0.05 * dots, "without SIZE": -dots,
                          "loss's gradient": -0.05 * right}.items():
         assert words in told(judge, yours, *given)

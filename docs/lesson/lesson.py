@@ -16,8 +16,8 @@
 #
 # Every function here is the project's own. Open `lesson.ipynb` in Jupyter
 # (`pip install matplotlib jupyterlab`) or VS Code. Or run `python docs/lesson/lesson.py`, which
-# takes under a minute and draws to `out/lesson`. On Windows both work alike; `python` may be called
-# `py` there.
+# takes under a minute and draws to `out/lesson`. Nothing in it needs Linux or macOS; on Windows
+# `python` may be called `py`.
 #
 # **Try** is a question: first predict, then change what it names and run all cells. **Write** asks
 # for a line of yours in place of the dots, and the next line says whether it is right. Answers to
