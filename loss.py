@@ -43,11 +43,16 @@ class Batch:
     influence: Tensor = None    # (N,) NaN where it is not known
     rounds: list = None         # how many groups were sampled in each round
     replaced: list = None       # Batches of the groups that others have replaced
+    age: Tensor = None          # (N,) iterations since they were sampled: above 0 where replayed
+
+    def __post_init__(self):
+        if self.age is None:
+            self.age = torch.zeros_like(self.rollout.ended, dtype=torch.long)
 
     def __getitem__(self, rows):
         """What the loss needs of these rows: without prompts, texts and rewards."""
         names = ("rollout", "advantages", "loss_mask", "policy_mask", "ref_logp", "returns",
-                 "row_weights", "kl")
+                 "row_weights", "kl", "age")
         known = [name for name in names if getattr(self, name) is not None]
         return Batch(**{name: getattr(self, name)[rows] for name in known})
 
@@ -56,7 +61,7 @@ class Batch:
         return Batch(
             self.rollout[mask], prompts=[*itertools.compress(self.prompts, mask)],
             completions=[*itertools.compress(self.completions, mask)], scores=self.scores[mask],
-            rewards=self.rewards[mask])
+            rewards=self.rewards[mask], age=self.age[mask])
 
     @staticmethod
     def joined(batches):
@@ -66,16 +71,28 @@ class Batch:
             prompts=sum((b.prompts for b in batches), []),
             completions=sum((b.completions for b in batches), []),
             scores=torch.cat([b.scores for b in batches]),
-            rewards=torch.cat([b.rewards for b in batches]))
+            rewards=torch.cat([b.rewards for b in batches]),
+            age=torch.cat([b.age for b in batches]))
+
+    @property
+    def is_replayed(self):
+        """Whether some rows are of earlier iterations, by a policy that has changed since."""
+        return bool(self.age.any())
+
+    @property
+    def fresh(self):
+        """The rows that this iteration has sampled."""
+        return self.where((self.age == 0).cpu()) if self.is_replayed else self
 
     @property
     def everything(self):
-        """All that was sampled: these rows, and behind them those that others have replaced."""
+        """All that this iteration has sampled: its rows, and behind them those that others have
+        replaced."""
         if not self.replaced:
-            return self
+            return self.fresh
         # `allowed` is large, and nobody asks for it here
         parts = [replace(b, rollout=replace(b.rollout, allowed=None))
-                 for b in (self, *self.replaced)]
+                 for b in (self.fresh, *self.replaced)]
         return Batch.joined(parts)
 
     @property

@@ -47,7 +47,7 @@ def speak(setup, policy, cfg, prompt, num, chat=False, iteration=0):
     for name, function in setup.reward_funcs.items():
         try:
             if name != "judge":
-                facts = reward_facts(samples.rollout, iteration)
+                facts = reward_facts(samples.rollout, iteration, num)
                 found = score({name: function}, samples.prompts, completions, facts)
                 scores[name] = found[:, 0].tolist()
         except BadInput as e:   # it may need more of a prompt than its text, such as an answer

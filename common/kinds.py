@@ -7,10 +7,12 @@ from typing import Annotated, Any, Callable, NamedTuple, TypeVar, get_args
 T = TypeVar("T")
 
 # what may be ignored: the same run goes on with another value; an account of the training may have
-# another one; a run cannot even go on with another one by --resume, since the weights would not fit
+# another one; a run cannot even go on with another one by --resume, since the weights would not
+# fit; the config file's `after` may change it within a run
 Free = Annotated[T, "free"]
 Harmless = Annotated[T, "harmless"]
 Fixed = Annotated[T, "fixed"]
+Live = Annotated[T, "live"]
 Path = Annotated[str, "path"]       # ~ at its beginning is the home folder
 
 

@@ -12,7 +12,7 @@ import torch
 from common.script import BadInput, numbers, shown
 from judge import reward_functions
 
-FACTS = ("completion_ids", "ended", "iteration")     # see reward_facts
+FACTS = ("completion_ids", "ended", "iteration", "num_generations")     # see reward_facts
 ONLY_IN_TRL = ("trainer_state", "log_metric", "log_extra")
 
 
@@ -77,12 +77,12 @@ def rows_of(facts, rows):
     return facts and {name: x[rows] if isinstance(x, list) else x for name, x in facts.items()}
 
 
-def reward_facts(rollout, iteration):
+def reward_facts(rollout, iteration, num_generations):
     """What a reward may ask for by name beside columns: the ids of each completion, its end token
     included; whether it ended by itself; the iteration, from 1, and in an evaluation the number of
-    those that are done."""
+    those that are done; how many completions of a prompt stand side by side."""
     return {"completion_ids": rollout.completions(()), "ended": rollout.ended.tolist(),
-            "iteration": iteration}
+            "iteration": iteration, "num_generations": num_generations}
 
 
 def score_by(name, function, prompts, completions, facts=None):

@@ -26,6 +26,7 @@ from common.files import (
 from common.guards import moments_of
 from common.processes import rank_and_size
 from common.script import BadInput, hash_of, shown
+from run.after import change_again, changes_of, load_replay, replay_state
 from run.inputs import changed_inputs, of_prompts
 from run.optimizer import (
     differing, load_state, name_of, settings_of_groups, state_of)
@@ -116,6 +117,7 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
         optimizer=state_of(setup.optimizer), optimizer_name=name_of(setup.optimizer),
         reference=setup.reference.state_dict() if cfg.ref_model_sync_steps else None,
         influence=setup.target_average.state(), seen=setup.seen, has_read=setup.has_read,
+        after=changes_of(cfg), replay=replay_state(setup), memory=setup.memory,
         changes=setup.changes, settings=cfg.public(), random=random_state(),
         **{name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
 
@@ -183,8 +185,8 @@ def begin_logs(folder, cfg):
 
 
 def load_checkpoint(path, setup, cfg):
-    """Load a checkpoint into policy, optimizer, reference, influence and the global generators
-    -> its content."""
+    """Load a checkpoint into policy, optimizer, reference, influence, what `after` has changed and
+    the global generators -> its content."""
     content = read_checkpoint(path)
 
     # is it of this run at all?
@@ -211,14 +213,21 @@ def load_checkpoint(path, setup, cfg):
         if cfg.tracin == content["settings"]["tracin"] != "off" and state["average"]:
             setup.target_average.load_state(state, setup.trained)
 
+        # what `after` has made of the settings, and what it remembers
+        change_again(cfg, content)
+        setup.memory = content["memory"]
+
         # what it has read, and what choose has been told, if it is about these prompts
         setup.has_read = dict(content["has_read"])
         setup.changes = list(content["changes"])
-        if content["seen"] and setup.has_read["prompts"] != of_prompts(setup.prompts):
-            print("note: the prompts are others than before: choose is told nothing of those")
+        is_about_prompts = content["seen"] or content["replay"]
+        if is_about_prompts and setup.has_read["prompts"] != of_prompts(setup.prompts):
+            print("note: the prompts have changed: choose starts without their history, and no "
+                  "rollout is replayed")
         else:
             setup.seen = {i: [list(group) for group in groups]
                           for i, groups in content["seen"].items()}
+            load_replay(setup, content["replay"])
         set_random_state(content["random"])
     return content
 

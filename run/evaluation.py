@@ -113,7 +113,7 @@ def evaluate(setup, policy, cfg, iteration=0):
     if "judge" in functions:    # it has judged them already
         functions["judge"] = lambda completions: judge_rewards(
             logits["judge"], completions, cfg.judge_score)
-    facts = rows_of(reward_facts(rollout, iteration), mine)
+    facts = rows_of(reward_facts(rollout, iteration, k), mine)
     rewards = all_gather(score(functions, prompts[mine], completions[mine], facts))  # (N, K)
 
     # what they are like, by the rewards, the judges, the policy before training, and themselves

@@ -253,7 +253,7 @@ class Meter:
         # before the first step the trainer's log-probs should be the sampler's
         if self.is_fresh:
             rollout = loss.batch.rollout
-            sampled = rollout.sampled_mask
+            sampled = rollout.sampled_mask & (loss.batch.age == 0)[:, None]     # not replayed
             gap = (loss.logp - rollout.logp).abs().masked_fill(~sampled, 0).double()    # (n, T)
             self.gaps.append(torch.stack([gap.sum(), gap.max(), sampled.sum()]))
         self.log.loss(loss)
@@ -422,6 +422,8 @@ def batch_metrics(batch, cfg):
     with_loss, without = torch.stack([batch.loss_mask.sum(), left_out.sum()]).tolist()
     metrics["num_completion_tokens"] = with_loss
     metrics["tokens_without_loss"] = without
+    if "after" in cfg.functions:
+        metrics["replayed"] = float((batch.age > 0).float().mean())
     if cfg.zero_std_groups == "resample":
         learned = ~batch.equal_rows(cfg.num_generations)
         own_lengths = rollout.sampled_mask.sum(1).float().cpu()

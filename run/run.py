@@ -61,7 +61,7 @@ def sample_rows(it, batch, cfg):
         columns["learned"] = ~batch.equal_rows(cfg.num_generations)
     columns = {name: x.tolist() for name, x in columns.items()}
     rows = [sample_row(it, batch, i, cfg) | {name: x[i] for name, x in columns.items()}
-            for i in range(len(batch.prompts))]
+            for i in range(int((batch.age == 0).sum()))]     # behind them stands what is replayed
 
     # completions of groups that taught nothing: the policy wrote them, too
     for other in batch.replaced or ():
@@ -276,7 +276,8 @@ class Run:
         return {"epoch": (it + 1) * self.cfg.num_prompts / len(self.setup.prompts)}
 
     def record(self, it, batch, metrics, log):
-        """Print the line and the warnings of an iteration and write its logs."""
+        """Print the line and the warnings of an iteration, and log its completions -> all of its
+        metrics."""
         cfg = self.cfg
 
         # all that is known of the iteration
@@ -286,6 +287,7 @@ class Run:
              "learning_rate": self.setup.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,
              **self.epoch(it),
+             **{f"cfg/{name}": getattr(cfg, name) for name in cfg.given},
              "step_time": seconds,
              **rollout_toxicity(batch, self.setup)}
 
@@ -301,17 +303,21 @@ class Run:
             print(f"reference synced: {m['ref_tensors_differing']} tensors differ from the policy, "
                   f"{m['ref_distance_left']:.2f} of the distance is left")
         self.first = self.first or m
-        groups = batch.rewards.view(-1, cfg.num_generations)
+        groups = batch.fresh.rewards.view(-1, cfg.num_generations)
         print_warnings(m, cfg, self.setup.dtype, self.warned, self.first, groups, self.seconds,
                        self.norms)
 
-        # and what is kept of it: a row of metrics, a row for each completion
+        # what is kept of it: for later warnings, and a row for each completion
         self.num_unscored = self.num_unscored + 1 if math.isnan(m["reward"]) else 0
         self.seconds.append(seconds)
         self.norms.append(m["grad_norm"])
         self.kls += [m["kl"]] if "kl" in m else []
-        append_rows(self.folder, "metrics.jsonl", [m])
         append_rows(self.folder, "samples.jsonl", sample_rows(it, batch, cfg))
+        return m
+
+    def log(self, it, m):
+        """Log the metrics of an iteration."""
+        append_rows(self.folder, "metrics.jsonl", [m])
         self.tell_wandb("log", m, step=it + 1)
         if it + 1 in self.earlier:
             self.compare_replay(it + 1, m["reward"])
@@ -342,7 +348,7 @@ class Run:
         """Whether an evaluation follows after so many iterations."""
         return done == self.cfg.max_iters or is_due(done, self.cfg.eval_interval)
 
-    def after(self, done):
+    def end_iteration(self, done):
         """Evaluate and save, where that is due. After Ctrl-C save and leave."""
         cfg = self.cfg
         self.done = done

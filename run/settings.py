@@ -6,8 +6,9 @@ Every setting, documented once, and the reader of config files and flags.
 A config file is Python that assigns names of Settings. Names that begin with _ and imported modules
 are ignored. A function (prompts, completions) that returns one number per completion can be a
 reward. Functions with a fixed name: reward, advantage (grpo.py), target, weigh (tracin.py), choose,
-questions (data/prompts.py), optimizer (run/optimizer.py), texts (extras/make), environment and the
-table `tools` (extras/environment). What they may ask for: docs/doors.md.
+questions (data/prompts.py), optimizer (run/optimizer.py), after (run/after.py), texts
+(extras/make), environment and the table `tools` (extras/environment). What they may ask for:
+docs/doors.md.
 
 The folder of a run is a config too: its config.json has all settings. It may be a stranger's, so
 functions come only from a config file that is named beside it.
@@ -29,7 +30,7 @@ from typing import Literal
 
 from common.files import ROOT, read_json, read_text
 from common.kinds import (
-    Above0, Decay, Fixed, Free, Harmless, Iterations, Path, Positive, Share, ShareAbove0,
+    Above0, Decay, Fixed, Free, Harmless, Iterations, Live, Path, Positive, Share, ShareAbove0,
     Temperature, kinds_of)
 from common.script import BadInput, shown
 from rollout import Sampling
@@ -49,7 +50,7 @@ class Settings(*settings_of_extras()):
     # run
     out_dir: Free[Path] = "out/grpo"    # what a run leaves behind
     # iterations; each samples num_prompts * num_generations completions
-    max_iters: Iterations = 100
+    max_iters: Live[Iterations] = 100
     seed: int = 1                       # of prompts and sampling; the evaluation has its own
     device: Harmless[str] = "auto"      # auto: cuda if there is one, else cpu
     # of the forward passes, of pretraining too: float32 or bfloat16. auto: bfloat16 on GPUs that
@@ -102,7 +103,7 @@ class Settings(*settings_of_extras()):
     num_prompts: Positive = 32          # prompts in an iteration
     num_generations: Positive = 8       # completions of each: the group whose mean is the baseline
     max_completion_length: Positive = 32    # tokens
-    temperature: Temperature = 1.0      # of sampling; log-probs are those at this temperature
+    temperature: Live[Temperature] = 1.0    # of sampling; log-probs are those at this temperature
     top_p: ShareAbove0 = 1.0            # sample from the likeliest tokens with this share; 1: off
     # seldom
     top_k: int = 0                      # sample from the k likeliest tokens; 0: off
@@ -132,9 +133,10 @@ class Settings(*settings_of_extras()):
 
     # loss
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = "dapo"
-    epsilon: float = 0.2                # the ratio is clipped to [1 - epsilon, 1 + epsilon_high]
-    epsilon_high: float | None = None   # None: epsilon. cispo: ceiling of the ratio (5.0 is usual)
-    beta: float = 0.0                   # weight of the KL to the reference; 0: no reference pass
+    epsilon: Live[float] = 0.2          # the ratio is clipped to [1 - epsilon, 1 + epsilon_high]
+    # None: epsilon. cispo: ceiling of the ratio (5.0 is usual)
+    epsilon_high: Live[float | None] = None
+    beta: Live[float] = 0.0             # weight of the KL to the reference; 0: no reference pass
     # seldom
     # sequence: GSPO; pair it with loss_type grpo
     importance_sampling_level: Literal["token", "sequence"] = "token"
@@ -149,20 +151,20 @@ class Settings(*settings_of_extras()):
     kl_in: Literal["loss", "reward"] = "loss"
     # multiply k1 or k3 in the loss by the ratio (DeepSeek-V3.2). None: where the KL is in the loss
     use_bias_correction_kl: bool | None = None
-    entropy_coef: float = 0.0           # weight of the mean entropy, subtracted from the loss
+    entropy_coef: Live[float] = 0.0     # weight of the mean entropy, subtracted from the loss
     # policy gradient on this most uncertain share of the tokens
-    top_entropy_quantile: ShareAbove0 = 1.0
+    top_entropy_quantile: Live[ShareAbove0] = 1.0
     mask_truncated_completions: bool = False    # completions cut at the limit carry no loss
     ref_model_sync_steps: int = 0       # update the reference every N iterations; 0: never
     # that update: reference <- (1 - alpha) reference + alpha policy, weight by weight,
     # with LoRA its A and B; 1: a copy
-    ref_model_mixup_alpha: Share = 0.6
+    ref_model_mixup_alpha: Live[Share] = 0.6
 
     # step
-    num_iterations: Positive = 1        # passes over the rollouts of an iteration (mu)
+    num_iterations: Live[Positive] = 1  # passes over the rollouts of an iteration (mu)
     mini_batch_size: int = 0            # rows per optimizer step; 0: all
     micro_batch_size: Positive = 64     # rows per forward and backward, at most: memory and speed
-    learning_rate: Above0 = 1e-4        # of AdamW, at its highest
+    learning_rate: Live[Above0] = 1e-4  # of AdamW, at its highest
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"      # to 0 at max_iters
     # seldom
     warmup_iters: int = 0               # linear; the first has 1 / warmup_iters of the rate
@@ -172,7 +174,7 @@ class Settings(*settings_of_extras()):
     adam_beta2: Decay = 0.99            # decay of AdamW's mean of squared gradients
     adam_eps: Above0 = 1e-8             # of AdamW, added to the root of that
     weight_decay: float = 0.0           # of AdamW, of matrices alone
-    max_grad_norm: float = 1.0          # gradients are scaled down to this norm; 0: never
+    max_grad_norm: Live[float] = 1.0    # gradients are scaled down to this norm; 0: never
 
     # influence: learn from the rollouts that lower a target's loss (docs/influence.md). self: the
     # batch's own; reward, advantage: log-prob times it; contrastive: better half up, other down;
@@ -183,7 +185,7 @@ class Settings(*settings_of_extras()):
     # file's function (influence, batch), which returns a factor for each rollout
     tracin_select: Literal["positive", "drop", "top", "bottom", "random", "top_advantage",
                            "top_reward", "all", "weigh"] = "positive"
-    tracin_fraction: Share = 0.5        # drop: share of the negative ones; top: share kept of all
+    tracin_fraction: Live[Share] = 0.5  # drop: share of the negative ones; top: share kept of all
     # seldom
     tracin_val_size: int = 0            # rollouts of the held-out prompts to keep; 0: all
     # which of those: random ones, those of the highest or the lowest rewards, half of each
@@ -210,6 +212,8 @@ class Settings(*settings_of_extras()):
     # what the command named, and what it set otherwise than that, or than the defaults: to be told
     named: str = field(default="", repr=False)
     changed: dict = field(default_factory=dict, repr=False)
+    # what was given, of the settings that `after` has changed since
+    given: dict = field(default_factory=dict, repr=False)
 
     @property
     def answers(self):
@@ -269,23 +273,25 @@ class Settings(*settings_of_extras()):
         return 1 - self.epsilon, high if self.loss_type == "cispo" else 1 + high
 
     def public(self):
-        """The settings as plain values, for files."""
-        return {name: getattr(self, name) for name in HINTS if name not in ("resume", "debug_step")}
+        """The settings that were given, as plain values, for files."""
+        return {name: self.given.get(name, getattr(self, name)) for name in HINTS
+                if name not in ("resume", "debug_step")}
 
 
 HINTS = {name: hint for name, hint in typing.get_type_hints(Settings).items()
-         if name not in ("functions", "source", "named", "changed")}
+         if name not in ("functions", "source", "named", "changed", "given")}
 
 
 def settings_that_are(kind):
-    """Names of the settings of a kind: "free", "harmless", "fixed" (common/kinds.py)."""
+    """Names of the settings of a kind: "free", "harmless", "fixed", "live" (common/kinds.py)."""
     hints = typing.get_type_hints(Settings, include_extras=True)
     return [name for name in HINTS if kind in kinds_of(hints[name])]
 
 
 DEFINED_HERE = "config file"    # the module of its functions
 # functions that are used by their name alone
-GIVEN = ("target", "weigh", "group", "texts", "questions", "choose", "advantage", "optimizer")
+GIVEN = ("target", "weigh", "group", "texts", "questions", "choose", "advantage", "optimizer",
+         "after")
 
 
 def load_settings(argv):
@@ -371,7 +377,7 @@ def usage(which=""):
     listed = "\n".join(sections if which == "all" else sections[:1])
     if which == "first":        # a section ends in what is seldom turned
         listed = re.sub(r"    # seldom\n(.+\n)*", "", listed)
-    listed = re.sub(r"\b(?:Free|Harmless|Fixed)\[(.+?)\] =", r"\1 =", listed)
+    listed = re.sub(r"\b(?:Free|Harmless|Fixed|Live)\[(.+?)\] =", r"\1 =", listed)
     return f"{text}\n\n{textwrap.dedent(listed).rstrip()}"
 
 
@@ -421,9 +427,9 @@ ELSEWHERE = {
     "num_train_epochs": "max_iters, which counts iterations of num_prompts prompts",
     "max_prompt_length": "what the policy's positions leave beside max_completion_length",
     "max_length": "max_completion_length, without the prompt",
-    "kl_target": "beta, which is constant (docs/running.md)",
-    "target_kl": "beta, which is constant (docs/running.md)",
-    "adaptive_kl": "beta, which is constant (docs/running.md)"}
+    "kl_target": "beta, which a function `after` adapts (docs/doors.md)",
+    "target_kl": "max_iters, which a function `after` sets (docs/doors.md)",
+    "adaptive_kl": "beta, which a function `after` adapts (docs/doors.md)"}
 # likewise values of settings
 MEANS = {
     ("tracin", "seqloss-lastadv"): "tracin = 'advantage'",

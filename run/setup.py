@@ -35,6 +35,9 @@ class Setup:
     target_average: tracin.Average      # of the target's gradient, over steps
     # {index of a prompt: [rewards of a group, ...]}, oldest first; for the config file's choose
     seen: dict = field(default_factory=dict)
+    # what the config file's `after` keeps: rollouts to learn from again, and what it remembers
+    replay: Any = None                  # loss.Batch
+    memory: dict = field(default_factory=dict)
     # what was read, by its content (run/inputs.py), and what changed when the run went on:
     # [[iterations done, name, before, now]]
     has_read: dict = field(default_factory=dict)

@@ -54,6 +54,9 @@ def check_run(setup, cfg, folder, path, last):
     if last["base_hash"] != hash_of(setup.base):
         raise BadInput(f"{path}: this run began from another policy than the settings name now; "
                        "the policy must be the one that it began from")
+    if "after" in cfg.functions:
+        raise BadInput("after: changes the loop between iterations, and an account repeats it as "
+                       f"the settings of {folder} have it")
     harmless = settings_that_are("harmless")
     for name, (was, now) in changed_settings(last["settings"], cfg).items():
         is_harmless = name in harmless or name == "micro_batch_size" and cfg.loss_type != "bnpo"

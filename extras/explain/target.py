@@ -92,7 +92,7 @@ class HeldOut(NamedTuple):
             exact(self.setup), self.setup.policy, self.prompts, how, seed_for("evaluation"))
         # a reward that asks is told the iteration of the last evaluation, at all of the weights: of
         # one that changes on the way there is no slope
-        facts = reward_facts(rollout, cfg.max_iters)
+        facts = reward_facts(rollout, cfg.max_iters, self.count)
         return rollout, score(self.functions, prompts, completions, facts)
 
     def at(self, weights, with_slope=True):
