@@ -2,7 +2,7 @@
 The loss of GRPO: what a batch is, and the loss of some of its rows. grpo.py steps along its
 gradient, tracin.py takes that gradient apart.
 
-    loss = losses of the tokens, added up and divided as loss_type says
+    loss = losses of the tokens, added up and divided by their number
     of a token: -min(ratio * A, clip(ratio, 1 - eps, 1 + eps) * A) + beta * KL(policy, ref)
 
     N   rows of a batch                     n   rows of the current step or micro-batch
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from common.processes import shard
+from common.script import BadInput, shown
+from common.variants import variant
 from judge.rewards import all_equal
 from rollout import (
     Rollout, completion_entropies, completion_logprobs, completion_states, concatenate)
@@ -163,65 +165,68 @@ def bounded(log_ratio):
     return log_ratio - (log_ratio - LARGEST_LOG_RATIO).clamp(min=0).detach()
 
 
-def kl_estimate(logp, ref_logp, estimator):
-    """Per-token estimates of KL(policy, reference) from tokens of the policy (Schulman 2020)."""
+def kl_estimate(logp, ref_logp, estimator="k3"):
+    """Per-token estimate of KL(policy, reference) from tokens of the policy: k3 (Schulman 2020), or
+    another one of extras/variants/kl_estimator.py."""
     d = ref_logp - logp
-    if estimator == "k1":
-        return -d
-    if estimator == "k2":
-        return d.square() / 2
-    return torch.expm1(bounded(d)) - d      # k3: never negative, and as unbiased as k1
+    if estimator != "k3":
+        return variant("kl_estimator", estimator)(d)
+    return torch.expm1(bounded(d)) - d      # never negative, and unbiased
 
 
-def clipped_objective(ratio, logp, advantages, cfg):
-    """What the policy maximises, for each token (n, T) or sequence (n, 1).
+def clipped_objective(ratio, logp, A, cfg):
+    """What the policy maximises, for each token: min(ratio A, clamp(ratio, low, high) A). ratio,
+    logp (n, T), A (n,) or (n, T).
 
-    grpo, bnpo, dr_grpo, dapo   min(min(ratio, delta) A, clamp(ratio, low, high) A)
-    cispo                       stop_gradient(min(ratio, high)) A logp
-    sapo                        4 / tau sigmoid(tau (ratio - 1)) A, tau by the sign of A
-
-    At ratio 1 the gradient of each of these is A times that of logp. A new one must keep this:
-    tracin.Recording builds on it where A is one number for a row.
+    A config file's `objective`, or that of another loss_type (extras/variants), takes its place. At
+    ratio 1 the gradient of each in extras/variants is A times that of logp: tracin.Recording builds
+    on it where A is one number for a row.
     """
-    A = advantages.view(len(advantages), -1)                            # (n, 1), or (n, T)
-    low, high = cfg.clip_range      # 1 - epsilon, 1 + epsilon_high; cispo: high = epsilon_high
-    if cfg.loss_type == "cispo":    # clip the weight of a token, never its gradient
-        return ratio.clamp(max=high).detach() * A * logp
-    if cfg.loss_type == "sapo":     # a soft clip, which may be another one for pushing down
-        tau = torch.full_like(A, cfg.sapo_temperature_neg)
-        tau = tau.masked_fill(A > 0, cfg.sapo_temperature_pos)
-        return 4 / tau * torch.sigmoid(tau * (ratio - 1)) * A
-    # the smaller of the two: nothing is gained by a ratio beyond the clip. Only delta, if there is
-    # one, bounds what a bad token can cost
-    capped = ratio.clamp(0, cfg.delta)      # delta None: no ceiling
-    return torch.min(capped * A, ratio.clamp(low, high) * A)
+    # the smaller of the two: nothing is gained by a ratio beyond the clip
+    A = A.view(len(A), -1)              # (n, 1), or (n, T)
+    low, high = cfg.clip_range
+    return torch.min(ratio * A, ratio.clamp(low, high) * A)
+
+
+def clipped(ratio, A, cfg):
+    """Which tokens it holds back: those that the advantage pushes further out -> {metric: (n, T)
+    True there}."""
+    low_bound, high_bound = cfg.clip_range
+    low = (ratio < low_bound) & (A < 0)
+    high = (ratio > high_bound) & (A > 0)
+    return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high,
+            "clip_ratio/region_mean": low | high}
+
+
+clipped_objective.clipped = clipped     # an objective says itself what is counted of it
+
+
+def objective_of(cfg):
+    return cfg.door("objective", clipped_objective)
 
 
 # ------------------------------------------------------------------------------------------------
 # a step
 
 
+def by_token(x, num_tokens):
+    """dapo's divisor: a token counts the same, whatever row it stands in."""
+    return x.sum() / max(num_tokens, 1)
+
+
 def aggregate(x, mask, step, cfg):
-    """Sum of x (n, T) or (n, 1) over the tokens with loss, divided by what loss_type says:
+    """Sum of x (n, T) or (n, 1) over the tokens with loss, divided by the tokens of the step, or by
+    what a config file's `divide`, or that of another loss_type, divides by: ()."""
+    found = cfg.call("divide", by_token, x=x * mask, mask=mask, num_rows=step.num_rows,
+                     num_tokens=step.num_tokens, cfg=cfg)
+    if found.shape != ():
+        raise BadInput(f"divide returned {shown(found)}: must be one number, of all x")
+    return found
 
-    grpo, sapo   the tokens of the row, then the rows of the step
-    dr_grpo      the rows of the step * max_completion_length
-    bnpo         the tokens of these rows: the one type that depends on micro-batches
-    dapo, cispo  the tokens of the step
 
-    A new loss_type is named in run/settings.py and added here and in clipped_objective: what is not
-    named there has the plain clip and dapo's divisor. What it clips is counted in run/metrics.py.
-    """
-    x = x * mask
-    if cfg.loss_type in ("grpo", "sapo"):
-        row_tokens = mask.sum(1).clamp(min=1)                                       # (n,)
-        return (x.sum(1) / row_tokens).sum() / step.num_rows
-    if cfg.loss_type == "dr_grpo":
-        return x.sum() / (step.num_rows * cfg.max_completion_length)
-    if cfg.loss_type == "bnpo":
-        share = len(x) / step.num_rows
-        return x.sum() / mask.sum().clamp(min=1) * share
-    return x.sum() / max(step.num_tokens, 1)        # dapo, cispo
+def by_micro_batch(cfg):
+    """Whether the divisor is one of the micro-batch, so that it matters which rows are in it."""
+    return getattr(cfg.door("divide", by_token), "by_micro_batch", False)
 
 
 def grpo_loss(logp, b, step, cfg):
@@ -237,15 +242,19 @@ def grpo_loss(logp, b, step, cfg):
     log_ratio = logp - old_logp
     token_ratio = bounded(log_ratio).exp()                              # (n, T)
     ratio = token_ratio
-    if cfg.importance_sampling_level == "sequence":
-        # GSPO (Zheng et al. 2025): one ratio for all tokens of a row, their geometric mean
-        log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-        ratio = bounded(log_ratio).exp()                                # (n, 1)
+    A = b.advantages.view(len(mask), -1)                                # (n, 1), or (n, T)
+    if importance := cfg.door("importance"):    # one for all tokens of a row
+        ratio = bounded(importance(log_ratio, mask, A)).exp()           # (n, 1)
 
     # push tokens of better completions up and of worse ones down, but only as far as the clip.
     # Tokens outside policy_mask get no push, but count in a sequence's ratio, the KL and the
     # divisors. Influence may have weighed the rows; else every weight is 1
-    objective = clipped_objective(ratio, logp, b.advantages, cfg) * b.policy_mask   # (n, T)
+    objective = cfg.call("objective", clipped_objective, ratio=ratio, logp=logp, A=A,
+                         old_logp=old_logp, mask=mask, cfg=cfg)         # (n, T) or (n, 1)
+    if objective.shape not in (mask.shape, ratio.shape):
+        raise BadInput(f"objective returned {shown(objective)}: must have the shape of ratio or of "
+                       f"logp, {tuple(ratio.shape)} or {tuple(mask.shape)}")
+    objective = objective * b.policy_mask                               # (n, T)
     policy = aggregate(-objective * b.row_weights[:, None], mask, step, cfg)
     loss = Loss(policy, logp=unmasked_logp, ratio=ratio.detach(), batch=b)
 
@@ -255,7 +264,8 @@ def grpo_loss(logp, b, step, cfg):
         kl = kl_estimate(logp, b.ref_logp.masked_fill(~mask, 0), cfg.kl_estimator)  # (n, T)
         corrected = kl * token_ratio                                                # (n, T)
         loss.kl_by_token = corrected.detach()
-        loss.kl = cfg.beta * aggregate(corrected if cfg.corrects_kl else kl, mask, step, cfg)
+        loss.kl = cfg.beta * aggregate(
+            corrected if cfg.door("corrects_kl", True) else kl, mask, step, cfg)
     return loss
 
 
@@ -270,7 +280,7 @@ def loss_of(setup, policy, batch, rows, step, cfg):
             entropies = completion_entropies(policy, b.rollout, cfg.temperature, states)
     loss = grpo_loss(logp, b, step, cfg)
 
-    # a bonus for being unsure: the mean over the tokens of the step, whatever loss_type says
+    # a bonus for being unsure: the mean over the tokens of the step, whatever `divide` says
     if cfg.entropy_coef:
         total = entropies.masked_fill(~b.loss_mask, 0).sum()
         loss.entropy = -cfg.entropy_coef * total / max(step.num_tokens, 1)
@@ -286,9 +296,9 @@ def loss_of(setup, policy, batch, rows, step, cfg):
 def micro_batches(rollout, rows, cfg):
     """This process's share of some rows (n,), in pieces of micro_batch_size; () if it has none."""
     mine = rows[shard(len(rows))]
-    # rows of similar length share a piece, which saves padding. The order changes no result but
-    # bnpo's, which divides by the tokens of a piece: its rows stay as they are
-    if cfg.loss_type != "bnpo":
+    # rows of similar length share a piece, which saves padding. The order changes no result, unless
+    # the loss is divided by the tokens of a piece: then rows stay as they are
+    if not by_micro_batch(cfg):
         lengths = rollout.completion_mask[mine].sum(1)                              # (n,)
         mine = mine[lengths.argsort(stable=True)]
     return mine.split(cfg.micro_batch_size) if len(mine) else ()

@@ -14,6 +14,7 @@ Harmless = Annotated[T, "harmless"]
 Fixed = Annotated[T, "fixed"]
 Live = Annotated[T, "live"]
 Path = Annotated[str, "path"]       # ~ at its beginning is the home folder
+Variant = Annotated[str, "variant"]     # beside the core's own values: a name in extras/variants
 
 
 class Range(NamedTuple):

@@ -6,6 +6,8 @@ import typing
 from common.files import ROOT, read_json
 from common.kinds import Range, at_least, kinds_of
 from common.script import BadInput, shown
+from common.variants import variants_of
+from loss import by_micro_batch
 
 
 def at_home(name, path):
@@ -20,10 +22,16 @@ def at_home(name, path):
     return found
 
 
-def what_it_must_be(value, hint, kinds):
+def what_it_must_be(name, value, hint, kinds):
     """What the value of a setting must be and is not, by its type and by what is written beside it
     (common/kinds.py); "" if it is good by itself."""
     choices = typing.get_args(hint)
+    if "variant" in kinds:
+        own = typing.get_args(choices[0])
+        if value in own or value in variants_of(name):
+            return ""
+        there = variants_of(name) or ("a name in extras/variants, which is not here",)
+        return f"one of {', '.join((*own, *there))}"
     if typing.get_origin(hint) is typing.Literal and value not in choices:
         return f"one of {', '.join(choices)}"
     if value == "":
@@ -124,15 +132,8 @@ def wrong_rows(cfg):
 
 
 def wrong_loss(cfg):
-    ceiling = 1 + (cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high)
-    yield cfg.delta is not None and cfg.delta <= ceiling, (
-        f"delta = {cfg.delta}: must be above the upper clip, {ceiling}")
-    yield cfg.loss_type == "cispo" and (cfg.epsilon_high or 0) < 1, (
-        "loss_type = 'cispo': epsilon_high is the ceiling of the ratio; take 5.0")
     yield cfg.ref_model_sync_steps and not cfg.beta, (
         "ref_model_sync_steps: set beta, which is 0: the reference serves the KL")
-    yield cfg.use_bias_correction_kl and (cfg.kl_in == "reward" or cfg.kl_estimator == "k2"), (
-        "use_bias_correction_kl = True: is for kl_in = 'loss' with k1 or k3")
 
 
 def wrong_advantages(cfg):
@@ -147,10 +148,9 @@ def wrong_advantages(cfg):
     yield not cfg.critic and not own and cfg.num_generations == 1, (
         "num_generations = 1: must be at least 2, since the group is the baseline; or set critic "
         "= True")
-    by_group = cfg.importance_sampling_level == "sequence" or cfg.zero_std_groups != "keep"
-    yield cfg.critic and (by_group or by_reward), (
-        "critic = True: advantages are by token; leave importance_sampling_level, zero_std_groups "
-        "and multi_objective_aggregation as they are")
+    yield cfg.critic and (by_reward or cfg.zero_std_groups != "keep"), (
+        "critic = True: advantages are by token; leave zero_std_groups and "
+        "multi_objective_aggregation as they are")
 
     # MaxRL divides by the mean reward of a group
     by_mean = cfg.scale_rewards == "mean"
@@ -169,12 +169,15 @@ def wrong_influence(cfg):
     for setting, name in (("tracin", "target"), ("tracin_select", "weigh")):
         yield getattr(cfg, setting) == name and name not in cfg.functions, (
             f"{setting} = {name!r}: the config file defines no function {name}")
-    yield cfg.tracin != "off" and cfg.loss_type == "bnpo" and cfg.num_iterations > 1, (
-        "loss_type = 'bnpo' with influence and num_iterations > 1: take dapo")
+
+    yield cfg.tracin != "off" and by_micro_batch(cfg) and cfg.num_iterations > 1, (
+        f"loss_type = {cfg.loss_type!r} divides by the tokens of a micro-batch: set num_iterations "
+        "= 1 with influence, or take dapo")
 
     # leave-one-out: what is scored must be a multiple of the rollout's log-prob
     one_step = cfg.mini_batch_size in (0, cfg.num_prompts * cfg.num_generations)
-    by_token = cfg.critic or "advantage" in cfg.functions      # which may return one for each token
+    # advantages, or weights of a loss, that may be one for each token
+    by_token = cfg.critic or {"advantage", "objective", "divide"} & set(cfg.functions)
     is_multiple = one_step and cfg.top_entropy_quantile == 1 and not by_token
     knows_part = cfg.tracin in ("off", "self") or is_multiple and cfg.tracin != "target"
     yield cfg.tracin_leave_one_out and (cfg.tracin_val_prompts or not knows_part), (
@@ -239,12 +242,13 @@ def check(cfg):
             setattr(cfg, name, value)
 
         # each setting by itself
-        if wanted := what_it_must_be(value, types[name], kinds):
+        if wanted := what_it_must_be(name, value, types[name], kinds):
             raise BadInput(f"{name} = {shown(value)}: must be {wanted}")
 
     # those that must fit together
     fill_in_rewards(cfg)
-    for rules in RULES:
+    of_extras = [extra.rules for extra in type(cfg).__bases__ if hasattr(extra, "rules")]
+    for rules in (*RULES, *of_extras):
         for is_wrong, what in rules(cfg):
             if is_wrong:
                 raise BadInput(what)

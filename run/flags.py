@@ -10,6 +10,7 @@ import statistics
 import torch
 
 from common.guards import tolerance_of
+from common.variants import variant
 from run.metrics import std
 
 
@@ -212,13 +213,15 @@ def problems_of_kl(m, cfg, first, teaches):
         yield "kl", (
             f"KL {m['kl']:.1f} nats per token is exploding: lower learning_rate or raise beta")
     # k1 is a difference that noise can make negative; k2 and k3 are never below 0
-    is_noise = cfg.kl_estimator == "k1" and m["num_completion_tokens"] < 4096
-    least = 1e-3 if cfg.kl_estimator == "k1" else 1e-6
+    may_be = cfg.kl_estimator != "k3" and getattr(
+        variant("kl_estimator", cfg.kl_estimator), "may_be_negative", False)
+    is_noise = may_be and m["num_completion_tokens"] < 4096
+    least = 1e-3 if may_be else 1e-6
     if m["kl"] < -least and not is_noise:
         yield "negative", (
             f"KL {m['kl']:.2g} is negative on average, which no KL is: the log-probs are not those "
             "of the distribution that was sampled from; check temperature and masks")
-    if cfg.kl_in_loss and cfg.kl_estimator != "k1" and m["kl"] > 1e-6 and m["kl_loss"] < 0:
+    if cfg.kl_in_loss and not may_be and m["kl"] > 1e-6 and m["kl_loss"] < 0:
         yield "kl sign", (
             f"beta * KL in the loss is {m['kl_loss']:.2g}, while the KL is {m['kl']:.2g}: what is "
             "minimised rewards distance from the reference; check the sign")

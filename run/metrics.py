@@ -13,6 +13,8 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from common.processes import all_gather, shard
+from common.script import asked_for
+from loss import objective_of
 from tape import cosine, inner
 from tracin import target_coefficients
 
@@ -42,24 +44,18 @@ def units_of(loss):
 def loss_metrics(loss, cfg):
     """Other metrics of a micro-batch -> {name: (sum, count)}, tensors () or numbers. The log has
     sum / count over all micro-batches, steps and processes, of every name in here."""
-    # a token is clipped where the advantage pushes its ratio further out
     mask = loss.batch.loss_mask
     ratio = loss.ratio
     unit = units_of(loss)
     units = unit.sum()
     A = loss.batch.advantages.view(len(mask), -1)                       # (n, 1), or (n, T)
-    low_bound, high_bound = cfg.clip_range
-    low = (ratio < low_bound) & (A < 0) & unit
-    high = (ratio > high_bound) & (A > 0) & unit
 
     # each as (sum, count): micro-batches differ in size
     metrics = {"ratio": ((ratio * unit).sum(), units)}
-    if cfg.loss_type == "cispo":
-        metrics["cispo_clip_ratio"] = (high.sum(), units)
-    elif cfg.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo"):
-        metrics["clip_ratio/low_mean"] = (low.sum(), units)
-        metrics["clip_ratio/high_mean"] = (high.sum(), units)
-        metrics["clip_ratio/region_mean"] = ((low | high).sum(), units)
+    count = getattr(objective_of(cfg), "clipped", lambda: {})
+    offered = dict(ratio=ratio, A=A, cfg=cfg)
+    for name, where in count(**asked_for("clipped", count, offered)).items():
+        metrics[name] = ((where & unit).sum(), units)
     if loss.kl_by_token is not None:
         metrics["kl"] = ((loss.kl_by_token * mask).sum(), mask.sum())
     return metrics

@@ -26,13 +26,14 @@ import textwrap
 import types
 import typing
 from dataclasses import dataclass, field, is_dataclass, replace
+from importlib.util import find_spec
 from typing import Literal
 
 from common.files import ROOT, read_json, read_text
 from common.kinds import (
     Above0, Decay, Fixed, Free, Harmless, Iterations, Live, Path, Positive, Share, ShareAbove0,
-    Temperature, kinds_of)
-from common.script import BadInput, shown
+    Temperature, Variant, kinds_of)
+from common.script import BadInput, asked_for, shown
 from rollout import Sampling
 from run.check import check
 
@@ -132,25 +133,16 @@ class Settings(*settings_of_extras()):
     max_resamples: Positive = 3
 
     # loss
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = "dapo"
+    # its objective and its divisor: grpo, bnpo, dr_grpo, cispo and sapo are in extras/variants
+    loss_type: Literal["dapo"] | Variant = "dapo"
     epsilon: Live[float] = 0.2          # the ratio is clipped to [1 - epsilon, 1 + epsilon_high]
     # None: epsilon. cispo: ceiling of the ratio (5.0 is usual)
     epsilon_high: Live[float | None] = None
     beta: Live[float] = 0.0             # weight of the KL to the reference; 0: no reference pass
     # seldom
-    # sequence: GSPO; pair it with loss_type grpo
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    delta: float | None = None          # ceiling of the unclipped term (two-sided clip)
-    sapo_temperature_neg: Temperature = 1.05    # of sapo's sigmoid, where the advantage is negative
-    sapo_temperature_pos: Temperature = 1.0     # of sapo's sigmoid, where it is positive
-    # of Schulman 2020. On average k1 has no gradient in the loss without the correction below, and
-    # k2 and k3 have hardly any in the reward. k2 has no such correction: from the second step on a
-    # batch its gradient is not the KL's
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k3"] | Variant = "k3"    # k1 and k2 are in extras/variants
     # a term of the loss, or subtracted from each completion's reward
     kl_in: Literal["loss", "reward"] = "loss"
-    # multiply k1 or k3 in the loss by the ratio (DeepSeek-V3.2). None: where the KL is in the loss
-    use_bias_correction_kl: bool | None = None
     entropy_coef: Live[float] = 0.0     # weight of the mean entropy, subtracted from the loss
     # policy gradient on this most uncertain share of the tokens
     top_entropy_quantile: Live[ShareAbove0] = 1.0
@@ -235,16 +227,24 @@ class Settings(*settings_of_extras()):
         return self.beta > 0 and self.kl_in == "reward"
 
     @property
-    def corrects_kl(self):
-        """The KL in the loss is multiplied with the ratio."""
-        if self.use_bias_correction_kl is None:
-            return self.kl_in == "loss" and self.kl_estimator != "k2"
-        return self.use_bias_correction_kl
-
-    @property
     def has_rest(self):
         """Whether the loss has a part that influence does not score."""
         return bool(self.kl_in_loss or self.entropy_coef or self.critic)
+
+    def door(self, name, own=None):
+        """What the config file has of this name, or what a setting of an extra puts there, or the
+        core's own."""
+        if name in self.functions:
+            return self.functions[name]
+        for extra in type(self).__bases__:
+            if hasattr(extra, "doors"):
+                own = extra.doors(self).get(name, own)
+        return own
+
+    def call(self, name, own, **offered):
+        """Call the function of a door with what it asks for by name."""
+        function = self.door(name, own)
+        return function(**asked_for(name, function, offered))
 
     def for_target(self):
         """These settings for held-out rollouts, which may have a reward of their own. A KL in the
@@ -268,9 +268,9 @@ class Settings(*settings_of_extras()):
 
     @property
     def clip_range(self):
-        """Bounds of the ratio. For cispo the upper one is epsilon_high itself."""
+        """Bounds of the ratio."""
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        return 1 - self.epsilon, high if self.loss_type == "cispo" else 1 + high
+        return 1 - self.epsilon, 1 + high
 
     def public(self):
         """The settings that were given, as plain values, for files."""
@@ -291,7 +291,7 @@ def settings_that_are(kind):
 DEFINED_HERE = "config file"    # the module of its functions
 # functions that are used by their name alone
 GIVEN = ("target", "weigh", "group", "texts", "questions", "choose", "advantage", "optimizer",
-         "after")
+         "after", "objective", "divide")
 
 
 def load_settings(argv):
@@ -373,7 +373,8 @@ def usage(which=""):
     start = source.index("    # run\n")
     end = source.index("    # what the config file brings along")
     sections = [source[start:end]]
-    sections += [inspect.getsource(extra).partition(":\n")[2] for extra in settings_of_extras()]
+    sections += [inspect.getsource(extra).partition(":\n")[2].partition("\n    def ")[0]
+                 for extra in settings_of_extras()]
     listed = "\n".join(sections if which == "all" else sections[:1])
     if which == "first":        # a section ends in what is seldom turned
         listed = re.sub(r"    # seldom\n(.+\n)*", "", listed)
@@ -449,12 +450,14 @@ def types_of(name, source=""):
         raise BadInput(f"{source}: there is no setting {name!r}; here it is {ELSEWHERE[name]}")
     if name not in HINTS:
         near = difflib.get_close_matches(name, HINTS, 1)
-        all_names = "; python grpo.py --help lists the settings"
-        hint = f"; did you mean {near[0]!r}?" if near else all_names
+        hint = f"; did you mean {near[0]!r}?" if near else "; python grpo.py --help lists them"
+        if not find_spec("extras.variants"):
+            hint += " (those of extras/variants are not here)"
         raise BadInput(f"{source}: there is no setting {name!r}{hint}")
 
     # of int | None both; choices are text
     parts = typing.get_args(HINTS[name]) or (HINTS[name],)
+    parts = [x for part in parts for x in typing.get_args(part) or (part,)]
     found = [type(part) if isinstance(part, str) else part for part in parts]
     return tuple(dict.fromkeys(found))
 

@@ -132,7 +132,8 @@ def new_setup(cfg, inputs, policy, reference, optimizer):
 def step_calls_functions(cfg):
     """Whether a step calls functions of the config file beside rewards."""
     by_setting = cfg.tracin == "target" or cfg.tracin_select == "weigh"
-    return by_setting or bool(cfg.functions.keys() & {"advantage", "optimizer"})
+    of_a_step = {"advantage", "optimizer", "objective", "divide"}
+    return by_setting or bool(cfg.functions.keys() & of_a_step)
 
 
 def for_small_step(cfg, inputs):

@@ -9,13 +9,19 @@ import typing
 import pytest
 
 from common.files import ROOT
-from run.settings import ELSEWHERE, HINTS, load_settings, types_of
+from common.kinds import kinds_of
+from common.variants import variants_of
+from run.settings import ELSEWHERE, HINTS, Settings, load_settings, types_of
 from worlds import assert_refused, command, refusal
 
 NAMES = list(HINTS)
 NUMBERS = [name for name in NAMES if {int, float} & set(types_of(name))]
 CHOICES = {name: typing.get_args(hint) for name, hint in HINTS.items()
            if typing.get_origin(hint) is typing.Literal}
+# the core's own values of those that have more of them in extras/variants
+VARIANTS = {name: typing.get_args(typing.get_args(hint)[0])
+            for name, hint in typing.get_type_hints(Settings, include_extras=True).items()
+            if "variant" in kinds_of(hint)}
 @pytest.fixture
 def write(tmp_path):
     """write("beta = 1") -> path of a config file that holds it."""
@@ -93,19 +99,14 @@ def test_settings_that_do_not_go_together_are_refused():
 --num_generations=1
 --num_prompts=6 --num_generations=4 --mini_batch_size=7 | mini_batch_size | num_generations
 --num_generations=4 --decode_batch_size=3 | decode_batch_size | num_generations
---delta=1.2 --epsilon_high=0.3 | delta | 1.3
---loss_type=cispo --epsilon_high=0.28 | epsilon_high
---use_bias_correction_kl=True --kl_in=reward
 --ref_model_sync_steps=2 | ref_model_sync_steps | beta
 --multi_objective_aggregation=normalize_then_sum --zero_std_groups=resample | zero_std_groups
---critic=True --importance_sampling_level=sequence
 --reward_weights=(1,2)
 --judge=None
 --reward_funcs=nobody | reward_funcs | nobody
 --tracin_val_reward=judge | tracin_val_reward | tracin_val_prompts
 --tracin=target
 --tracin_select=weigh
---tracin=self --loss_type=bnpo --num_iterations=2 | bnpo
 --tracin=reward --tracin_leave_one_out=True --critic=True | critic
 --tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2 | tracin_leave_one_out
 --tracin=reward --tracin_val_prompts=2 --tracin_val_size=1 | tracin_val_size
@@ -136,6 +137,8 @@ def test_every_range_is_checked():
             refuses((name, value), f"--{flag}")
     for name, choices in CHOICES.items():
         refuses((name, "nonsense", *choices), f"--{name}=nonsense")
+    for name, own in VARIANTS.items():
+        refuses((name, "nonsense", *own, *variants_of(name)), f"--{name}=nonsense")
 
 
 def test_the_home_folder_stands_for_a_tilde(monkeypatch):
@@ -284,7 +287,7 @@ def test_help_names_every_setting_and_a_bare_command_shows_its_usage(monkeypatch
     ("--num_train_epochs=3", "max_iters"), ("--max_prompt_length=512", "max_completion_length"),
     ("--per_device_train_batch_size=8", "micro_batch_size"), ("--clip_eps=0.2", "epsilon"),
     ("--tracin_val_batch_size=64", "tracin_val_size"), ("--kl_target=6", "beta"),
-    ("--loss_type=gspo", "importance_sampling_level"),
+    ("--loss_type=gspo", "'sequence'"),
     ("--tracin=seqloss-lastadv", "'advantage'"), ("--tracin=seqloss-reward", "'reward'")])
 def test_a_name_of_the_notes_or_of_another_trainer_gets_what_means_the_same(flag, means):
     """By spelling they would be num_iterations, value_coef, vocab_size ..."""

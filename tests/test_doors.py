@@ -483,6 +483,91 @@ def test_best_of_n_imitates_nothing_that_nobody_has_scored():
 
 
 # ------------------------------------------------------------------------------------------------
+# which loss
+
+
+def unclipped(ratio, A):
+    return ratio * A
+
+
+def test_a_loss_of_ones_own_is_learned_from(monkeypatch):
+    """objective and divide, each alone: beside the gradient of the same sum written out."""
+    def halved(x, num_tokens):
+        return x.sum() / (2 * num_tokens)
+
+    for functions, factor, high in (({}, 1, 0.2), ({"objective": unclipped}, 1, math.inf),
+                                    ({"divide": halved}, 0.5, 0.2)):
+        cfg = words(micro_batch_size=3)
+        cfg = replace(cfg, functions=cfg.functions | functions)
+        setup, batch = word_world(cfg)
+        batch.rollout.logp += 0.3 * torch.sin(torch.arange(batch.rollout.logp.numel())).view_as(
+            batch.rollout.logp)     # as after a step: ratios on both sides of the clip
+        found, _ = steps_of(setup, batch, cfg)
+        logp = grpo.completion_logprobs(setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS).policy,
+                                        batch.rollout)
+        other = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+        logp = grpo.completion_logprobs(other.policy, batch.rollout)
+        ratio = (logp - batch.rollout.logp).exp()
+        A = batch.advantages[:, None]
+        objective = torch.min(ratio * A, ratio.clamp(1 - high, 1 + high) * A)
+        loss = -factor * (objective * batch.loss_mask).sum() / batch.loss_mask.sum()
+        assert_near(found[0], gradient(loss, other.trained), 1e-6, what=f"with {list(functions)}")
+
+
+def test_a_loss_of_ones_own_is_counted_as_it_says():
+    """W: without a word of it no clip is counted, since nobody knows what it holds back."""
+    _, batch = word_world(words())
+    for clip in (None, lambda A: {"mine/held_back": A > 0}):
+        def objective(ratio, A):
+            return ratio * A
+
+        if clip:
+            objective.clipped = clip
+        cfg = with_function("objective", objective)
+        setup, _ = word_world(cfg)
+        _, m = steps_of(setup, batch, cfg)
+        assert not any(name.startswith("clip_ratio") for name in m), "the clip is not its own"
+        up = ((batch.advantages > 0)[:, None] & batch.loss_mask).sum() / batch.loss_mask.sum()
+        assert m.get("mine/held_back") == (pytest.approx(float(up)) if clip else None)
+
+
+@pytest.mark.parametrize("name, function, named", [
+    ("objective", lambda ratio: ratio.sum(1), "objective"),
+    ("objective", lambda ration: ration, "ratio"), ("divide", lambda x: x.sum(1), "divide")])
+def test_a_loss_of_ones_own_that_has_another_shape_is_refused(name, function, named):
+    """(n,) beside (n, T) would be summed over the wrong rows in silence."""
+    cfg = with_function(name, function)
+    setup, batch = word_world(cfg)
+    assert_refused(named, steps_of, setup, batch, cfg)
+
+
+def test_influence_is_right_for_a_loss_that_weighs_tokens():
+    """A row's tokens then have several slopes, and no multiple of its log-prob is its loss."""
+    def objective(ratio, A):
+        return ratio * A * torch.arange(1.0, 1 + ratio.shape[1])
+
+    def divide(x):
+        return (x * torch.arange(1.0, 1 + x.shape[1])).sum() / 100
+
+    for name, function in (("objective", objective), ("divide", divide)):
+        cfg = with_function(name, function, tracin="reward")
+        setup, batch = word_world(cfg)
+        steps_of(setup, batch, cfg, check=True)     # ends where a plain backward says otherwise
+        assert batch.influence.any(), "nothing was scored"
+
+
+def test_the_example_of_a_loss():
+    """It says what it clips, and that it detaches; and it is learned from."""
+    (names,) = examples("objective")
+    cfg = words()
+    cfg = replace(cfg, functions=cfg.functions | {
+        name: names[name] for name in ("objective", "divide")})
+    setup, batch = word_world(cfg)
+    _, m = steps_of(setup, batch, cfg)
+    assert m["clip_ratio/high_mean"] == 0 and m["grad_norm"] > 0 and names["objective"].detaches
+
+
+# ------------------------------------------------------------------------------------------------
 # which advantage
 
 

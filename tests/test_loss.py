@@ -5,12 +5,12 @@ plain Python. test_algorithm.py is the short version, for reading.
 import itertools
 import math
 import statistics
-import typing
 
 import pytest
 import torch
 
 from grpo import decoupled_advantages, group_advantages
+from common.variants import variants_of
 from judge.rewards import total_reward
 from loss import kl_estimate
 from run.settings import Settings
@@ -19,12 +19,16 @@ from worlds import assert_near, generator_of, gradient, loss_of_rows
 NAN, INF = math.nan, math.inf
 SCALES = ("group", "batch", "none")
 
-# every value of a setting, so that a new one is tested without a word here
-HINTS = typing.get_type_hints(Settings)
-LOSSES = typing.get_args(HINTS["loss_type"])
-LEVELS = typing.get_args(HINTS["importance_sampling_level"])
+# every value of a setting that is here, so that a new one is tested without a word
+LOSSES = ("dapo", *variants_of("loss_type"))
+LEVELS = ("token", *variants_of("importance_sampling_level"))
 every_loss = pytest.mark.parametrize("loss_type", LOSSES)
 every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def level_of(level):
+    """The setting, which is one of extras/variants."""
+    return {} if level == "token" else {"importance_sampling_level": level}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -255,14 +259,14 @@ def test_the_loss_against_plain_python(loss_type, level):
 def test_nothing_reads_what_stands_under_the_mask(loss_type, level):
     logp, old, advantages, mask, ref, policy_mask = random_rows()
     plain = loss_of_rows(logp, old, advantages, mask, ref, policy_mask & mask, loss_type=loss_type,
-                         importance_sampling_level=level, beta=.1, epsilon_high=.3).total
+                         **level_of(level), beta=.1, epsilon_high=.3).total
     found = []
     for garbage in (0.0, -7.0, NAN, INF, -INF):
         x = logp.detach().masked_fill(~mask, garbage).requires_grad_()
         others = [y.masked_fill(~mask, -garbage) for y in (old, ref)]
         loss = loss_of_rows(
             x, others[0], advantages, mask, others[1], policy_mask | ~mask, loss_type=loss_type,
-            importance_sampling_level=level, beta=.1, epsilon_high=.3).total
+            **level_of(level), beta=.1, epsilon_high=.3).total
         slope = gradient(loss, [x])
         assert not slope[~mask.flatten()].any(), "a token without loss has a gradient"
         found.append(torch.cat([loss[None], slope]).detach())
@@ -282,7 +286,7 @@ def test_no_log_ratio_overflows(loss_type, level):
             logp = torch.full((1, 2), now).requires_grad_()
             loss = loss_of_rows(
                 logp, torch.full((1, 2), before), torch.tensor([A]), on, torch.full((1, 2), ref),
-                loss_type=loss_type, importance_sampling_level=level, beta=0.1, epsilon_high=high)
+                loss_type=loss_type, **level_of(level), beta=0.1, epsilon_high=high)
             slope, = torch.autograd.grad(loss.policy, logp, retain_graph=True)
             assert loss.total.isfinite() and gradient(loss.total, [logp]).isfinite().all(), (
                 f"log-probs {now}, {before}, {ref} and the advantage {A} give no finite gradient")

@@ -2,18 +2,17 @@
 import math
 import pkgutil
 from statistics import mean, stdev
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
 import grpo
 import tracin
+from common.variants import variants_of
 from loss import loss_of
 from run import metrics
 from run.flags import problems
 from run.metrics import batch_metrics
-from run.settings import Settings
 from worlds import (
     forward, generator_of, gradient, letters, mean_token, number_gpt, settings, shaken, world)
 
@@ -149,10 +148,12 @@ def test_rewards_are_combined_as_the_setting_says():
 # ------------------------------------------------------------------------------------------------
 # of the loss
 
-def by_hand(setup, batch, cfg):
+def by_hand(setup, batch, cfg, knobs):
     """ratio, clip ratios and KL, a token (or a row) at a time."""
     logp = forward(setup, batch, cfg).logp.detach()
     low, high = cfg.clip_range
+    if cfg.loss_type == "cispo":
+        high = cfg.epsilon_high
     units = []      # (ratio, advantage) of each token, or of each row
     kl = []
     for i, mask in enumerate(batch.loss_mask):
@@ -160,7 +161,7 @@ def by_hand(setup, batch, cfg):
         if cfg.beta:
             d = (batch.ref_logp[i] - logp[i])[mask].tolist()
             kl += [math.exp(r) * (math.exp(x) - x - 1) for r, x in zip(own, d)]
-        if cfg.importance_sampling_level == "sequence" and own:
+        if knobs.get("importance_sampling_level") and own:
             own = [mean(own)]
         units += [(math.exp(x), float(batch.advantages[i])) for x in own]
     below = mean(float(ratio < low and A < 0) for ratio, A in units)
@@ -183,7 +184,7 @@ SEQUENCE = dict(importance_sampling_level="sequence", loss_type="grpo")
 
 
 @pytest.mark.parametrize("knobs", [
-    *(dict(loss_type=name) for name in get_args(get_type_hints(Settings)["loss_type"])),
+    *(dict(loss_type=name) for name in ("dapo", *variants_of("loss_type"))),
     dict(beta=0.1), SEQUENCE | dict(beta=0.1), dict(use_bias_correction_kl=False, beta=0.1),
     SEQUENCE | dict(mask_truncated_completions=True)])
 def test_metrics_of_the_loss(knobs):
@@ -193,13 +194,13 @@ def test_metrics_of_the_loss(knobs):
     setup, batch = world(cfg, lr=0, reference=shaken(number_gpt()))
     noise = torch.randn(batch.rollout.logp.shape, generator=generator_of(1))
     batch.rollout.logp += 0.05 * noise * batch.rollout.sampled_mask
-    expected = by_hand(setup, batch, cfg)
+    expected = by_hand(setup, batch, cfg, knobs)
     m = logged(setup, batch, cfg)
     assert_logged(m, expected)
     clips = {name for name in m if "clip_ratio" in name}
     assert clips <= expected.keys(), "this loss_type clips in another way"
     assert m["policy_loss"] == pytest.approx(m["loss"]), "as TRL's it holds the KL"
-    if cfg.importance_sampling_level == "token":
+    if "importance_sampling_level" not in knobs:
         assert all(0 < m[name] < 1 for name in clips), "choose another seed: nothing is clipped"
 
 

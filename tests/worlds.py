@@ -24,6 +24,7 @@ import json
 import os
 import random
 import runpy
+import typing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -40,7 +41,7 @@ from loss import Batch, Step, grpo_loss, loss_of
 from model import GPT, GPTConfig
 from rollout import Rollout
 from run.check import check
-from run.settings import Settings, load_settings
+from run.settings import HINTS, Settings, load_settings
 from run.setup import Inputs
 
 WORLD_SEED = int(os.environ.get("WORLD_SEED", 0))   # other numbers, the same tests: see conftest.py
@@ -53,6 +54,22 @@ def seed_of(n):
 
 def generator_of(seed):
     return torch.Generator().manual_seed(seed_of(seed))
+
+
+def skip_without(extra):
+    """Skip a test that needs another folder of extras/ than its own, where that was deleted."""
+    if not os.path.isdir(f"{ROOT}/extras/{extra}"):
+        pytest.skip(f"needs extras/{extra}")
+
+
+def skip_for(**knobs):
+    """Skip a test of settings that are in extras/variants, or have there what they name, where that
+    was deleted."""
+    own = {name: typing.get_args(typing.get_args(hint)[0]) for name, hint in HINTS.items()
+           if typing.get_origin(next(iter(typing.get_args(hint)), None)) is typing.Literal}
+    if any(name not in HINTS or value not in own.get(name, [value])
+           for name, value in knobs.items()):
+        skip_without("variants")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -132,6 +149,7 @@ def settings(functions=letters, weights=None, **knobs):
         skip_without("lora")
     knobs = dict(num_prompts=2, num_generations=6, max_completion_length=5,
                  max_grad_norm=0) | knobs
+    skip_for(**knobs)
     cfg = load_settings([f"--{name}={value}" for name, value in knobs.items()])
     return check(replace(cfg, judge=None, eval_judge=None, functions=functions,
                          reward_funcs=tuple(functions), reward_weights=weights))
@@ -265,6 +283,7 @@ def loss_of_rows(logp, old_logp, advantages, mask, ref_logp=None, policy_mask=No
                  num_tokens=None, **knobs):
     """loss.grpo_loss of rows that are a whole step, unless num_rows and num_tokens say otherwise.
     knobs: settings of the loss."""
+    skip_for(**knobs)
     step = SimpleNamespace(num_rows=num_rows or len(logp), num_tokens=num_tokens or int(mask.sum()))
     rollout = Rollout(mask, mask, mask, mask, old_logp, old_logp, mask.any(1))
     batch = Batch(rollout, advantages, mask, mask if policy_mask is None else policy_mask,
@@ -358,12 +377,6 @@ def assert_refused(names, function, *args, **kwargs):
     text = refusal(function, *args, error=BadInput, **kwargs)       # exit code 2
     for name in [names] if isinstance(names, str) else names:
         assert name in text, f"the line does not name {name}: {text}"
-
-
-def skip_without(extra):
-    """Skip a test that needs another folder of extras/ than its own, where that was deleted."""
-    if not os.path.isdir(f"{ROOT}/extras/{extra}"):
-        pytest.skip(f"needs extras/{extra}")
 
 
 def printed(function, *args, **kwargs):

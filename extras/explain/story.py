@@ -22,6 +22,7 @@ from extras.explain.number import total
 from extras.explain.page import show
 from extras.explain.target import Function, HeldOut, Sentences, follow
 from extras.explain.words import pieces_of
+from loss import by_micro_batch, objective_of
 from rollout import Sampling, at_sampled_tokens, concatenate, empty_rollout, truncate
 from run.checkpoint import (
     changed_settings, checkpoints, iterations_of, load_checkpoint, newest_checkpoint,
@@ -59,7 +60,7 @@ def check_run(setup, cfg, folder, path, last):
                        f"the settings of {folder} have it")
     harmless = settings_that_are("harmless")
     for name, (was, now) in changed_settings(last["settings"], cfg).items():
-        is_harmless = name in harmless or name == "micro_batch_size" and cfg.loss_type != "bnpo"
+        is_harmless = name in harmless or name == "micro_batch_size" and not by_micro_batch(cfg)
         if not is_harmless:
             raise BadInput(f"{name} = {now!r}: must be {was!r} as in {path}, whose run is repeated")
     # what the names stand for
@@ -383,9 +384,10 @@ def main(argv):
     if target.is_sampled and not own["exact"] and not own["held_out"]:
         own["held_out"] = min(price.affordable, target.rollouts)
         target = target_asked(setup, cfg, own, sentences)
-    # where a prediction can be trusted: docs/account.md. cispo's ratio is a constant to its
-    # Hessian, so a prediction would be wrong: any loss that detaches a factor must be named here
-    predicts = not target.is_sampled and own["hessian"] and cfg.loss_type != "cispo"
+    # where a prediction can be trusted: docs/account.md. A factor that is detached is a constant to
+    # the Hessian, so a prediction would be wrong
+    detaches = getattr(objective_of(cfg), "detaches", False)
+    predicts = not target.is_sampled and own["hessian"] and not detaches
     say_cost(price, target, since, end, predicts, own["exact"])
 
     start = go_to(setup, cfg, folder, since)

@@ -201,6 +201,20 @@ def test_of_a_reward_nothing_is_predicted(run, monkeypatch):
     assert "\n  share " in text
 
 
+def test_nothing_is_predicted_for_a_loss_that_detaches_a_factor(run_grpo, tmp_path, monkeypatch):
+    """To the Hessian it would be a constant."""
+    monkeypatch.setattr(accounts, "hessian_times", None)
+    (tmp_path / "rule.py").write_text(RULE + """
+def objective(ratio, logp, A):
+    return ratio.detach() * A * logp
+
+objective.detaches = True
+""")
+    run_grpo(tmp_path / "run", tmp_path / "rule.py", "--max_iters=1")
+    text, _ = told(str(tmp_path / "run"), *ASKED)
+    assert "without it" not in text
+
+
 REWARDS = [0.0, 0.2, 0.1, 1, 1, 0.9, 1, 1]
 
 

@@ -1,0 +1,19 @@
+"""Estimates of the KL by token (Schulman 2020), beside the core's k3. d: log-prob by the reference
+less that by the policy.
+
+On average k1 has no gradient in the loss without its correction by the ratio, and k2 and k3 have
+hardly any in the reward."""
+
+
+def k1(d):
+    return -d
+
+
+k1.may_be_negative = True
+
+
+def k2(d):
+    return d.square() / 2
+
+
+k2.uncorrected = True   # its gradient is that of the KL on fresh rollouts, and on no others
