@@ -13,6 +13,7 @@ import torch
 
 matplotlib = pytest.importorskip("matplotlib")
 from common.files import ROOT  # noqa: E402
+from worlds import skip_without  # noqa: E402
 from tape import cosine, inner  # noqa: E402
 
 LESSONS = ("lesson", "influence")
@@ -56,6 +57,8 @@ def kept(name):
 @pytest.fixture(scope="module")
 def printed_now(tmp_path_factory):
     """What each lesson prints. Both share a folder, and so the policy."""
+    for extra in ("explain", "variants"):
+        skip_without(extra)
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         matplotlib.use("Agg")
