@@ -48,7 +48,7 @@ class Batch:
     age: Tensor = None          # (N,) iterations since they were sampled: above 0 where replayed
 
     def __post_init__(self):
-        if self.age is None:
+        if self.age is None and self.rollout is not None:
             self.age = torch.zeros_like(self.rollout.ended, dtype=torch.long)
 
     def __getitem__(self, rows):

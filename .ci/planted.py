@@ -326,8 +326,8 @@ MISTAKES = [
         ("truncated completions should carry loss",
          "return rollout.sampled_mask & rollout.ended[:, None]", "return rollout.sampled_mask")),
     *of("grpo.py", "test_metrics.py::test_the_kls_share_of_the_gradient",
-        ("the KL's gradient beside itself", 'batch, step, "policy")\n    return float',
-         'batch, step, "kl")\n    return float')),
+        ("the KL's gradient beside itself", 'batch, step, "policy")\n        share',
+         'batch, step, "kl")\n        share')),
 
     # test_evaluation.py
     *of("run/settings.py",
@@ -402,7 +402,7 @@ MISTAKES = [
         ("influence of the wrong sign", "self.policy_coef * products)",
          "-self.policy_coef * products)")),
     *of("tracin.py", "test_influence.py::test_leave_one_out_and_self_share",
-        ("own part left in", "raw - own.to(raw) if cfg", "raw if cfg")),
+        ("own part left in", "raw - own.to(raw) if leave_out", "raw if leave_out")),
     *of("tracin.py", "test_influence.py::test_influence_and_step_against_one_backward_per_row",
         ("rest of the loss dropped", "self.tape.backward_summed(loss.rest)",
          "self.tape.backward_summed(0 * loss.rest)")),

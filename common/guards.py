@@ -89,7 +89,8 @@ def check_influence(error, dtype):
 
 
 def check_step(setup, loss, grad_norm, strays, *suspects):
-    """Before each step, by what Meter.add_step returns."""
+    """Before each step: by the loss so far, the norm of its gradient, and suspects_of
+    (run/metrics.py), over all processes."""
     if strays:
         raise SystemExit(
             f"stopped: {strays:.0f} tokens under the loss are the environment's, which the policy "

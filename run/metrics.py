@@ -12,6 +12,7 @@ import torch
 
 from torch.nn.utils import get_total_norm
 
+from common.guards import check_step
 from common.processes import all_gather, shard
 from common.script import asked_for
 from loss import objective_of
@@ -207,11 +208,15 @@ def influence_metrics(found):
 class Meter:
     """The metrics of an update, as they are collected."""
 
-    def __init__(self, setup, cfg, log, check=False):
+    def __init__(self, setup, cfg, log, check=False, watch=None):
+        """check: these are the first steps of a run, which end it if the trainer's log-probs are
+        not the sampler's, or if influence is not that of plain backward passes. watch(Step, norm of
+        the gradient) is called before each step that is taken."""
         self.setup = setup
         self.cfg = cfg
         self.log = log
-        self.check = check          # these are the first steps of a run
+        self.check = check
+        self.watch = watch
         zeros = torch.zeros(3, dtype=torch.float64, device=setup.device)
         # {name: tensor ()}, sums over the micro-batches so far, of which there may be none
         self.losses = {"loss": zeros[0], "policy_loss": zeros[0]}
@@ -277,9 +282,9 @@ class Meter:
         self.count({name: (x, 1) for name, x in metrics.items()})
         self.num_empty += not found.selection.weights.any()
 
-    def add_step(self, grad_norm):
-        """Count a step that is about to be taken, by the norm of its gradient () -> (loss of the
-        steps so far, norm, three counts of suspects_of), over all processes."""
+    def add_step(self, step, grad_norm):
+        """Count a Step that is about to be taken, by the norm of its gradient (). One with what
+        must not be in it ends the run."""
         # in one piece, which synchronises a GPU once
         head_norm = self.head_norm(grad_norm)
         numbers = torch.stack([self.losses["loss"], grad_norm.double(), head_norm])
@@ -287,7 +292,9 @@ class Meter:
         self.grad_norms.append(norm)
         self.head_norms.append(head_norm)
         loss, *suspects = (sum(x) for x in zip(*all_gather([[loss, *suspects]])))
-        return loss, norm, *suspects
+        check_step(self.setup, loss, norm, *suspects)
+        if self.watch:
+            self.watch(step, grad_norm)
 
     def head_norm(self, grad_norm):
         """Norm () of the gradient of the critic's head before clipping; 0 without one."""

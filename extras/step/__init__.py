@@ -58,8 +58,8 @@ def debug_step(argv, setup, cfg):
     seed = seed_for(cfg.seed, "rows", it)
     old = [p.detach().clone() for p in setup.trained]
     norms = {}
-    m = grpo.update(setup, batch, held_out, cfg, seed, check=True, watch=watcher(setup, norms),
-                    compare_kl=True)
+    m = grpo.kl_grad_share(setup, batch, cfg, seed) | grpo.update(
+        setup, batch, held_out, cfg, seed, check=True, watch=watcher(setup, norms))
     phase("loss")
     print_loss(m, cfg)
     if "tracin/selected_ratio" in m:    # influence has scored a step
