@@ -647,6 +647,12 @@ MISTAKES = [
     *of("run/settings.py", "test_notes.py::test_each_part_of_an_iteration_has_its_line",
         ("002, the numbered lines: gone", "log_micro: Free[bool] = True ", "log_micro: Free[bool] = False ")),
 
+    # test_meanings.py
+    *of("run/metrics.py", "test_meanings.py::test_each_number_that_is_logged_has_a_meaning_and_"
+        "each_meaning_a_number[0-Metrics]",
+        ("a number without a meaning",
+         "        forced: share of the completions' tokens that come from an environment\n", ""),
+        ("a meaning without a number", '    metrics |= critic_metrics(batch, cfg)\n', "")),
     # test_after.py
     *of("run/checkpoint.py", "test_after.py::test_a_run_with_after_goes_on_with_the_same_bits",
         ("after: its changes end with the process", "        change_again(cfg, content)\n", ""),

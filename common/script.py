@@ -116,9 +116,9 @@ def exit_codes():
 
 
 def call(main, argv, usage):
-    if {"--help", "--help=all", "-h"} & {*argv}:
-        which = "all" if "--help=all" in argv else "first"
-        text = usage(which) if usage else main.__globals__["__doc__"]
+    asked = {"-h": "first", "--help": "first", "--help=all": "all", "--help=metrics": "metrics"}
+    if helps := [arg for arg in argv if arg in asked]:
+        text = usage(asked[helps[0]]) if usage else main.__globals__["__doc__"]
         print(text.strip())
     elif usage and not argv:
         print(usage().strip())
@@ -130,8 +130,9 @@ def call(main, argv, usage):
 def run_script(main, usage=None):
     """Call main(argv) as a command: see exit_codes.
 
-    --help prints usage("first"), --help=all usage("all"), or the text at the top of main's file. A
-    command that has a usage and is called without arguments prints usage() and starts nothing.
+    --help prints usage("first"), --help=all usage("all"), --help=metrics usage("metrics"), or the
+    text at the top of main's file. A command that has a usage and is called without arguments
+    prints usage() and starts nothing.
     """
     join()
     if rank_and_size()[0] > 0:

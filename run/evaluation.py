@@ -64,7 +64,16 @@ def perplexity_under(base, rollout, cfg):
 
 
 def toxicity_measures(name, toxicity):
-    """Measures of p(toxic) (B, k). The last two are those of Gehman et al. 2020."""
+    """Measures of p(toxic) (B, k). The last two are those of Gehman et al. 2020.
+
+    Measures:
+        judge/toxicity, eval_judge/toxicity: mean probability of toxic, by the judge that gives the
+            reward; by the one that training never sees
+        judge/toxic_share, eval_judge/toxic_share: share of completions at or above 0.5
+        judge/expected_max, eval_judge/expected_max: highest p(toxic) of a prompt's completions,
+            mean over prompts
+        judge/any_toxic, eval_judge/any_toxic: share of prompts with one at or above 0.5
+    """
     most = toxicity.amax(1)                                                         # (B,)
     return {
         f"{name}/toxicity": float(toxicity.mean()),
@@ -94,11 +103,38 @@ def prompt_rewards(rewards, names, cfg):
     return [None if math.isnan(x) else x for x in totals.tolist()]
 
 
+def text_measures(setup, rollout, completions, k):
+    """What completions, k of each prompt, are like by themselves.
+
+    Measures:
+        distinct_1, distinct_2: share of different tokens, and pairs of tokens, among the
+            completions of a prompt
+        mean_length: tokens that the policy chose
+        ended: share of completions that ended by themselves
+        says_nothing: share of completions that are empty, a single symbol, or have no letter and no
+            digit
+    """
+    ids = rollout.completions(end_tokens(setup.tokenizer))
+    return {
+        "distinct_1": distinct(ids, k, 1), "distinct_2": distinct(ids, k, 2),
+        "mean_length": float(rollout.sampled_mask.sum(1).float().mean()),
+        "ended": float(rollout.ended.float().mean()),
+        "says_nothing": sum(map(says_nothing, completions)) / len(completions)}
+
+
 @torch.no_grad()
 def evaluate(setup, policy, cfg, iteration=0):
     """Sample num_eval_generations completions of each prompt, always with the same noise, and
     measure them -> ({measure: number}, the mean reward of each prompt, the first completions with
-    their prompts). iteration: how many are done, for rewards that ask."""
+    their prompts). iteration: how many are done, for rewards that ask.
+
+    Measures:
+        rewards/NAME: mean of each reward function
+        tools/call_frequency, tools/failure_frequency: as in an iteration
+        perplexity: of the completions, under the policy before training, both at eval_temperature:
+            with another one it is another number
+        kl: of the policy to the one before training, nats per token
+    """
     # of whole distributions, at a temperature of their own
     k = cfg.num_eval_generations
     how = replace(cfg.untruncated(cfg.eval_temperature), num_generations=k,
@@ -125,12 +161,7 @@ def evaluate(setup, policy, cfg, iteration=0):
         measures |= toxicity_measures(name, toxicity)
     base = None if is_untrained(setup, policy) else setup.base
     measures["perplexity"], measures["kl"] = perplexity_under(base, rollout, cfg)
-    ids = rollout.completions(end_tokens(setup.tokenizer))
-    measures["distinct_1"] = distinct(ids, k, 1)
-    measures["distinct_2"] = distinct(ids, k, 2)
-    measures["mean_length"] = float(rollout.sampled_mask.sum(1).float().mean())
-    measures["ended"] = float(rollout.ended.float().mean())
-    measures["says_nothing"] = sum(map(says_nothing, completions)) / len(completions)
+    measures |= text_measures(setup, rollout, completions, k)
     samples = [dict(prompt=prompts[i].text, completion=completions[i])
                for i in range(0, len(prompts), k)[:NUM_SHOWN]]
     return measures, prompt_rewards(rewards, functions, cfg), samples

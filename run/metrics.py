@@ -1,5 +1,6 @@
 """
-The metrics of an iteration. docs/running.md says what each of them means.
+The metrics of an iteration. What each of them means stands in the docstring of the function that
+computes it, and `python grpo.py --help=metrics` prints it.
 
 Add one of your own to loss_metrics (of an update) or to batch_metrics (of the rollouts). The sums
 of an update stay on the device until its end, so that a GPU is synchronised once.
@@ -22,7 +23,13 @@ from tracin import target_coefficients
 
 def loss_parts(loss, cfg):
     """The parts of a micro-batch's loss -> {name: tensor ()}. Each is already divided by the size
-    of the whole step, so the log has their sum over micro-batches and their mean over steps."""
+    of the whole step, so the log has their sum over micro-batches and their mean over steps.
+
+    Metrics:
+        loss: mean over steps
+        policy_loss: likewise. As in TRL it includes the KL and not the entropy bonus
+        kl_loss, entropy_loss, critic_loss: the remaining parts of the loss, where there are any
+    """
     parts = {
         # 0 * inf is NaN: an infinite log-prob of the sampler is noticed
         "loss": loss.total.double() + 0 * loss.batch.rollout.logp.sum(),
@@ -44,7 +51,16 @@ def units_of(loss):
 
 def loss_metrics(loss, cfg):
     """Other metrics of a micro-batch -> {name: (sum, count)}, tensors () or numbers. The log has
-    sum / count over all micro-batches, steps and processes, of every name in here."""
+    sum / count over all micro-batches, steps and processes, of every name in here.
+
+    Metrics:
+        ratio: policy / sampler, mean over all passes. 1 before the first step
+        clip_ratio/low_mean, clip_ratio/high_mean: share of tokens clipped at 1 - epsilon, at 1 +
+            epsilon_high
+        clip_ratio/region_mean: the sum of both. At sequence level these three count completions
+        cispo_clip_ratio: share of tokens at cispo's ceiling
+        kl: KL of the policy to the reference, in nats per token: mean of ratio x kl_estimator
+    """
     mask = loss.batch.loss_mask
     ratio = loss.ratio
     unit = units_of(loss)
@@ -85,7 +101,13 @@ def spread_parts(ratio, unit):
 
 def ratio_spread(parts):
     """Standard deviation, least and greatest of all ratios, from the parts (M, 5) of micro-batches.
-    {} if there was none."""
+    {} if there was none.
+
+    Metrics:
+        ratio_std, ratio_min, ratio_max: over the tokens with loss of all passes; at sequence level
+            over completions. With one pass they are rounding, with several ratio_std is often 0.1
+            to 0.3
+    """
     count, total, squares = parts[:, :3].sum(0).tolist()
     if count == 0:
         return {}
@@ -137,7 +159,14 @@ def std(x):
 
 
 def influence_spread(influence):
-    """Metrics of the influence (n,) of all rollouts that an iteration has scored, on the CPU."""
+    """Metrics of the influence (n,) of all rollouts that an iteration has scored, on the CPU.
+
+    Metrics:
+        tracin/positive_ratio, tracin/negative_ratio, tracin/zero_ratio: shares of all scored
+            rollouts, by the sign of their influence; 1 in all
+        tracin/mean_ip, tracin/std_ip, tracin/min_ip, tracin/max_ip: influence of all scored
+            rollouts
+    """
     return {
         "tracin/positive_ratio": float((influence > 0).float().mean()),
         "tracin/negative_ratio": float((influence < 0).float().mean()),
@@ -149,8 +178,15 @@ def influence_spread(influence):
 
 
 def target_metrics(target):
-    """Metrics of a target's rollouts: tensors () and numbers. A rollout's loss is minus its value
-    (reward, advantage or half) times its log-prob, as it was sampled."""
+    """Metrics of a target's rollouts: tensors () and numbers.
+
+    Metrics:
+        tracin/target_rows: how many rollouts the target is made of
+        tracin/target_loss, tracin/target_loss_min, tracin/target_loss_max: minus value times
+            log-prob: mean, least and greatest over the target's rollouts. The value is what tracin
+            says (reward, advantage or half), for self the advantage; log-probs are the sampler's
+        tracin/target_advantage_min, tracin/target_advantage_max: of the target's rollouts
+    """
     batch = target.batch
     rows = target.rows
 
@@ -170,7 +206,12 @@ def target_metrics(target):
 
 
 def first_layers(policy, gradient):
-    """Norms of a gradient {parameter: tensor} on the first three weights -> {name: tensor ()}."""
+    """Norms of a gradient {parameter: tensor} on the first three weights -> {name: tensor ()}.
+
+    Metrics:
+        tracin/target_grad_norm/NAME: norm of the target's gradient on one of its first three
+            weights
+    """
     names = {p: name for name, p in policy.named_parameters() if p in gradient}
     return {f"tracin/target_grad_norm/{name}": gradient[p].norm()
             for p, name in itertools.islice(names.items(), 3)}
@@ -178,7 +219,21 @@ def first_layers(policy, gradient):
 
 def influence_metrics(found):
     """Metrics of a step's influence, by its tracin.Influence: tensors () and numbers. A target that
-    is a function of the config file has neither halves nor rollouts."""
+    is a function of the config file has neither halves nor rollouts.
+
+    Metrics:
+        tracin/selected_ratio: share of the rollouts that are kept
+        tracin/self_share: size of the rollouts' own parts in the target relative to all influence,
+            from four of them
+        tracin/fallback: 1 if hardly any influence was positive
+        tracin/target_grad_norm: norm of the target's gradient
+        tracin/target_cosine: cosine of the target's gradients on two halves of its rollouts. Near
+            0: noise
+        tracin/target_contrast: spread of the target's rewards against that of the rollouts it was
+            chosen from
+        tracin/invariant_error: relative error of sum_i I_i = <G_train, G_target>, mean over steps:
+            rounding. Where G_train is known anyway: with tracin = "self" on the batch itself
+    """
     target, scores, selection = found
     target_grad = target.gradient
     metrics = {
@@ -273,7 +328,11 @@ class Meter:
         return float(total.sum() / count.sum().clamp(min=1)), float(largest.max())
 
     def add_influence(self, found):
-        """Count a step's influence in, by its tracin.Influence."""
+        """Count a step's influence in, by its tracin.Influence.
+
+        Metrics:
+            tracin/target_age: steps in the average of the target's gradient
+        """
         self.influences.append(found.scores.influence)
         metrics = influence_metrics(found)
         metrics |= first_layers(self.setup.policy, found.target.gradient)
@@ -306,7 +365,16 @@ class Meter:
         return get_total_norm(head).double() * (grad_norm / most).clamp(min=1)
 
     def metrics(self):
-        """Put together the metrics of the whole update, over all processes -> {name: number}."""
+        """Put together the metrics of the whole update, over all processes -> {name: number}.
+
+        Metrics:
+            grad_norm: norm of the gradient before clipping, mean over steps
+            num_steps: optimizer steps; 0: skipped, and a warning says why
+            val/grad_norm: norm of the gradient of the critic's head, before clipping
+            tracin/empty_steps: steps that kept no rollout
+            sampling/sampling_logp_difference/mean, sampling/sampling_logp_difference/max:
+                trainer's log-probs against the sampler's: rounding, or a bug
+        """
         # means of what was counted, over micro-batches, steps and processes
         num_steps = len(self.grad_norms)
         sums = summed(all_gather([on_cpu(self.sums)]))
@@ -334,7 +402,11 @@ class Meter:
 
 @torch.no_grad()
 def rollout_toxicity(batch, setup):
-    """Mean toxicity of the rollouts by the eval judge, which training never sees; {} without it."""
+    """What the eval judge says of the rollouts; {} without it.
+
+    Metrics:
+        eval_judge/toxicity: mean toxicity of the rollouts, by the judge that training never sees
+    """
     judge = setup.judges.get("eval_judge")
     if judge is None:
         return {}
@@ -369,27 +441,55 @@ def tokens_to_learn(rollout, cfg):
     return rollout.sampled_mask
 
 
-def metrics_of_all(everything, cfg):
-    """Metrics of all that the policy has written, also of what is not learned from."""
-    rollout = everything.rollout
+def reward_metrics(everything, cfg):
+    """Metrics of the rewards of a Batch.
 
-    # where all functions abstained there is no reward; loss is on what the policy wrote
+    Metrics:
+        reward, reward_std, reward_min, reward_max: of all completions, after reward_weights
+        frac_reward_zero_std: share of groups whose rewards are all equal: without a KL they teach
+            nothing
+        rewards/NAME/mean, rewards/NAME/std: of each reward function
+        rewards/NAME/abstained: share of the completions for which it returned None, not known
+    """
+    # where all functions abstained there is no reward
     known = everything.rewards[~everything.rewards.isnan()]
     if len(known) == 0:
         known = torch.full((1,), math.nan)
-    sampled = rollout.sampled_mask
-    with_loss = tokens_to_learn(rollout, cfg)
-
-    # how long is it, and does it end by itself?
-    lengths = sampled.sum(1).float()
-    terminated = lengths[rollout.ended]
     equal = everything.equal_rows(cfg.num_generations)
     metrics = {
         "reward": float(known.mean()),
         "reward_std": std(known),
         "reward_min": float(known.min()),
         "reward_max": float(known.max()),
-        "frac_reward_zero_std": float(equal.float().mean()),
+        "frac_reward_zero_std": float(equal.float().mean())}
+    for name, scores in zip(cfg.reward_funcs, everything.scores.T):
+        metrics[f"rewards/{name}/mean"] = float(scores.nanmean())
+        metrics[f"rewards/{name}/std"] = std(scores)
+        metrics[f"rewards/{name}/abstained"] = float(scores.isnan().float().mean())
+    return metrics
+
+
+def completion_metrics(everything, cfg):
+    """Metrics of what the policy wrote, in a Batch.
+
+    Metrics:
+        identical_completions: share of completions whose group has the same text again
+        entropy: of the sampling distribution, in nats per token that carries loss
+        logp: mean log-prob of the tokens that the policy chose, as they were sampled
+        forced: share of the completions' tokens that come from an environment
+        completions/clipped_ratio: share of completions truncated at max_completion_length
+        completions/mean_length: tokens that the policy chose, mean over completions
+        completions/mean_terminated_length: the same of those that ended by themselves
+    """
+    # loss is on what the policy wrote
+    rollout = everything.rollout
+    sampled = rollout.sampled_mask
+    with_loss = tokens_to_learn(rollout, cfg)
+
+    # how long is it, and does it end by itself?
+    lengths = sampled.sum(1).float()
+    terminated = lengths[rollout.ended]
+    return {
         "identical_completions": repeated(everything.completions, cfg.num_generations),
         "entropy": float(rollout.entropy[with_loss].mean()),
         "logp": float(rollout.logp[sampled].mean()),
@@ -397,52 +497,91 @@ def metrics_of_all(everything, cfg):
         "completions/clipped_ratio": float((~rollout.ended).float().mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/mean_terminated_length": float(terminated.mean()) if len(terminated) else 0.0}
-    for name, scores in zip(cfg.reward_funcs, everything.scores.T):
-        metrics[f"rewards/{name}/mean"] = float(scores.nanmean())
-        metrics[f"rewards/{name}/std"] = std(scores)
-        metrics[f"rewards/{name}/abstained"] = float(scores.isnan().float().mean())
-    return metrics | call_metrics(everything.completions, cfg)
 
 
-def batch_metrics(batch, cfg):
-    """Metrics of a Batch -> {name: number}, with TRL's names where it has the metric."""
-    everything = batch.everything
-    metrics = metrics_of_all(everything, cfg)
+def advantage_metrics(batch, cfg):
+    """Metrics of the advantages of a Batch.
 
-    # of what is learned from
-    rollout = batch.rollout
+    Metrics:
+        advantage_std, advantage_min, advantage_max: over all completions; with a critic over their
+            tokens
+        advantage_group_mean: largest mean of the advantages of a group: 0, since its mean reward is
+            the baseline. Not of advantages by token
+    """
     A = batch.advantages        # (N,), with a critic of tokens
-    A = A.cpu() if A.dim() == 1 else A[rollout.sampled_mask].cpu()
-    metrics["advantage_std"] = std(A)
-    metrics["advantage_min"] = float(A.min())
-    metrics["advantage_max"] = float(A.max())
+    A = A.cpu() if A.dim() == 1 else A[batch.rollout.sampled_mask].cpu()
+    metrics = {"advantage_std": std(A), "advantage_min": float(A.min()),
+               "advantage_max": float(A.max())}
     if batch.advantages.dim() == 1:
         means = A.double().view(-1, cfg.num_generations).mean(1)                    # (B,)
         metrics["advantage_group_mean"] = float(means.abs().max())
+    return metrics
 
-    # both in one transfer, since each waits for a GPU
-    left_out = tokens_to_learn(rollout, cfg) & ~batch.loss_mask                     # (N, T)
-    with_loss, without = torch.stack([batch.loss_mask.sum(), left_out.sum()]).tolist()
-    metrics["num_completion_tokens"] = with_loss
-    metrics["tokens_without_loss"] = without
+
+def resample_metrics(batch, cfg):
+    """Metrics of groups that were replaced, and of those that are learned from instead.
+
+    Metrics:
+        resample/rounds: rounds of further prompts
+        resample/used: share of all sampled groups that differ
+        resample/reward: as reward, of the completions that are learned from
+        resample/mean_length: as completions/mean_length, of these
+    """
+    if cfg.zero_std_groups != "resample":
+        return {}
+    learned = ~batch.equal_rows(cfg.num_generations)
+    lengths = batch.rollout.sampled_mask.sum(1).float().cpu()
+    equal = batch.everything.equal_rows(cfg.num_generations)
+    return {
+        "resample/rounds": len(batch.rounds) - 1,
+        "resample/used": 1 - float(equal.float().mean()),
+        "resample/reward": float(batch.rewards[learned].nanmean()),
+        "resample/mean_length": float(lengths[learned].mean())}
+
+
+def critic_metrics(batch, cfg):
+    """Metrics of what a critic expected while sampling; {} without one.
+
+    Metrics:
+        val/mean, val/std: what the critic expected while sampling, over tokens
+        returns/mean: what it is to expect
+        val/var_explained: 1 - Var(return - value) / Var(return). 1: perfect; 0: like a constant
+    """
+    if not cfg.critic:
+        return {}
+    from extras.critic import explained_variance
+    known = batch.loss_mask & ~batch.returns.isnan()
+    values = batch.rollout.values[known].cpu()
+    returns = batch.returns[known].cpu()
+    return {
+        "val/mean": float(values.mean()), "val/std": std(values),
+        "returns/mean": float(returns.mean()),
+        "val/var_explained": explained_variance(values, returns)}
+
+
+def batch_metrics(batch, cfg):
+    """Metrics of a Batch -> {name: number}, with TRL's names where it has the metric.
+
+    Metrics:
+        num_completion_tokens: tokens that carry loss
+        tokens_without_loss: sampled tokens that carry no loss, and no setting says so: 0
+        replayed: share of the completions that were sampled in earlier iterations, where the config
+            file has a function after
+    """
+    # of all that this iteration has sampled, also of what is not learned from
+    everything = batch.everything
+    metrics = reward_metrics(everything, cfg) | completion_metrics(everything, cfg)
+    metrics |= call_metrics(everything.completions, cfg)
+
+    # of what is learned from
+    metrics |= advantage_metrics(batch, cfg) | resample_metrics(batch, cfg)
+    metrics |= critic_metrics(batch, cfg)
+    if cfg.kl_in_reward:
+        metrics["kl"] = float(batch.kl.sum() / batch.rollout.sampled_mask.sum())
     if "after" in cfg.functions:
         metrics["replayed"] = float((batch.age > 0).float().mean())
-    if cfg.zero_std_groups == "resample":
-        learned = ~batch.equal_rows(cfg.num_generations)
-        own_lengths = rollout.sampled_mask.sum(1).float().cpu()
-        metrics["resample/rounds"] = len(batch.rounds) - 1
-        metrics["resample/used"] = 1 - metrics["frac_reward_zero_std"]
-        metrics["resample/reward"] = float(batch.rewards[learned].nanmean())
-        metrics["resample/mean_length"] = float(own_lengths[learned].mean())
-    if cfg.kl_in_reward:
-        metrics["kl"] = float(batch.kl.sum() / rollout.sampled_mask.sum())
-    if cfg.critic:      # what it expected while sampling
-        from extras.critic import explained_variance
-        known = batch.loss_mask & ~batch.returns.isnan()
-        values = rollout.values[known].cpu()
-        returns = batch.returns[known].cpu()
-        metrics["val/mean"] = float(values.mean())
-        metrics["val/std"] = std(values)
-        metrics["returns/mean"] = float(returns.mean())
-        metrics["val/var_explained"] = explained_variance(values, returns)
-    return metrics
+
+    # both in one transfer, since each waits for a GPU
+    left_out = tokens_to_learn(batch.rollout, cfg) & ~batch.loss_mask               # (N, T)
+    with_loss, without = torch.stack([batch.loss_mask.sum(), left_out.sum()]).tolist()
+    return metrics | {"num_completion_tokens": with_loss, "tokens_without_loss": without}

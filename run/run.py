@@ -277,7 +277,17 @@ class Run:
 
     def record(self, it, batch, metrics, log):
         """Print the line and the warnings of an iteration, and log its completions -> all of its
-        metrics."""
+        metrics.
+
+        Metrics:
+            iteration: from 1
+            learning_rate: of the optimizer's steps; of several groups the first one's
+            num_tokens: tokens of prompts and completions so far, without padding
+            epoch: passes over the prompts, without further ones of resample. Not with a function
+                choose
+            step_time: seconds
+            cfg/NAME: a setting that the config file's after has changed, as this iteration used it
+        """
         cfg = self.cfg
 
         # all that is known of the iteration

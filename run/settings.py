@@ -36,6 +36,7 @@ from common.kinds import (
 from common.script import BadInput, asked_for, shown
 from rollout import Sampling
 from run.check import check
+from run.meanings import text_of_all
 
 
 def settings_of_extras():
@@ -354,13 +355,15 @@ def use_functions(cfg):
 USAGE = """
 usage: python {} [CONFIG.py] [--setting=value ...]
 
---help lists the settings that people turn first, --help=all all of them. config/ holds more config
-files; the folder of a run repeats the run."""
+--help lists the settings that people turn first, --help=all all of them, --help=metrics the numbers
+that are logged. config/ holds more config files; the folder of a run repeats the run."""
 
 
 def usage(which=""):
     """How to call the command that runs now; with `which` settings, "first" or "all", as the source
-    of Settings has them."""
+    of Settings has them, or the meanings of "metrics"."""
+    if which == "metrics":
+        return text_of_all()
     main = sys.modules["__main__"]
     command = f"-m {main.__spec__.name}" if main.__spec__ else os.path.basename(sys.argv[0])
     about = (main.__doc__ or "").strip().partition("\n\n")[0]

@@ -69,7 +69,12 @@ def answer_calls(tools, prompts, transcripts):
 
 
 def call_metrics(completions):
-    """TRL's metrics: answered calls per completion, and the share of these that failed."""
+    """How tools are used -> {name: number}, as TRL counts.
+
+    Metrics:
+        tools/call_frequency: answered calls per completion
+        tools/failure_frequency: share of the answered calls that failed
+    """
     answers = []
     for text in completions:
         behind = [ANSWERED.match(text, call.end) for call in find_calls(text)]
