@@ -111,7 +111,7 @@ MISTAKES = [
         ("dr_grpo divides by the width", "x.sum() / (num_rows * cfg.max_completion_length)",
          "x.sum() / (num_rows * x.shape[1])")),
     *of("extras/variants/loss_type/bnpo.py",
-        "test_step.py::test_the_size_of_micro_batches_changes_memory_only",
+        "test_step.py::test_passes_mini_batches_and_micro_batches",
         ("bnpo does not say that micro-batches matter", "divide.by_micro_batch = True",
          "divide.by_micro_batch = False")),
     *of("loss.py", "test_algorithm.py::test_the_clip_acts_on_the_right_side",
@@ -131,7 +131,8 @@ MISTAKES = [
         "test_algorithm.py::test_a_completion_is_its_tokens_up_to_and_with_the_end_token",
         ("end token out of the mask", "self.completion_mask[rows, t] = running",
          "self.completion_mask[rows, t] = running & (token != ends[0])")),
-    *of("grpo.py", "test_algorithm.py::test_the_entropy_quantile_keeps_the_least_certain_tokens",
+    *of("extras/variants/top_entropy_quantile.py",
+        "test_algorithm.py::test_the_entropy_quantile_keeps_the_least_certain_tokens",
         ("least entropy kept", "mask & (entropy >= entropies", "mask & (entropy <= entropies")),
     *of("loss.py", "test_algorithm.py::test_the_kl_by_hand",
         ("KL the wrong way", "d = ref_logp - logp\n", "d = logp - ref_logp\n"),
@@ -173,8 +174,8 @@ MISTAKES = [
          "        logits = truncate(logits, sampling)\n")),
     *of("grpo.py", "test_step.py::test_the_size_of_micro_batches_changes_memory_only",
         ("the quantile of a micro-batch (TRL 3)",
-         "return least_sure(entropy, batch.loss_mask & in_step, cfg)",
-         "return sum(least_sure(entropy, batch.loss_mask & torch.zeros_like(in_step).index_fill("
+         "return choose(entropy, batch.loss_mask & in_step, cfg)",
+         "return sum(choose(entropy, batch.loss_mask & torch.zeros_like(in_step).index_fill("
          "0, rows, True), cfg) for rows in micro_batches(batch.rollout, step.rows, cfg)).bool()")),
     *of("grpo.py", "test_step.py::test_passes_mini_batches_and_micro_batches",
         ("the tokens of the batch divide (TRL 4)",
@@ -306,9 +307,9 @@ MISTAKES = [
          "token_ratio = log_ratio.exp()")),
 
     # test_metrics.py
-    *of("grpo.py", "test_metrics.py::test_rewards_are_combined_as_the_setting_says",
-        ("rewards are always summed first",
-         'elif cfg.multi_objective_aggregation == "normalize_then_sum":', "elif False:")),
+    *of("extras/variants/settings.py",
+        "test_advantages.py::test_rewards_are_combined_as_the_setting_says",
+        ("rewards are always summed first", 'found["advantage"] = variant(', "_ = variant(")),
     *of("run/metrics.py", "test_metrics.py::test_metrics_of_the_loss",
         ("spread of the ratio without its mean", "(squares - total ** 2 / count)", "squares")),
     *of("run/metrics.py",

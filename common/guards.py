@@ -44,17 +44,6 @@ def not_finite(setup, advantages, logps):
             "lower learning_rate or raise beta, then --resume=True")
 
 
-def check_rewards(rewards, cfg):
-    """Before they become advantages: rewards (N,) below 0 have no mean to be divided by."""
-    least = float(rewards.nan_to_num(math.inf).min())
-    # a sum of terms that cancel may be below 0 by rounding, which the 1e-6 in the divisor hides
-    rounding = 1e-9 * max(1.0, float(rewards.nan_to_num().abs().max()))
-    if cfg.scale_rewards == "mean" and least < -rounding:
-        raise SystemExit(
-            f"stopped: a reward is {least:.4g}, and scale_rewards = 'mean' divides by the mean of "
-            "a group: it is for rewards of at least 0. Shift the reward, or take 'group'")
-
-
 def check_ratio(meter, setup):
     """Before the first step of a run: do trainer and sampler, which have the same weights, agree
     about every token?"""

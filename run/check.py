@@ -138,31 +138,14 @@ def wrong_loss(cfg):
 
 def wrong_advantages(cfg):
     own = "advantage" in cfg.functions
-    by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"
-    yield by_reward and (cfg.kl_in == "reward" or cfg.zero_std_groups != "keep"), (
-        "multi_objective_aggregation = 'normalize_then_sum': set kl_in = 'loss' and "
-        "zero_std_groups = 'keep'")
     yield own and (cfg.critic or cfg.kl_in_reward), (
         "advantage: the config file's function decides alone: set critic = False and kl_in = "
         "'loss'")
     yield not cfg.critic and not own and cfg.num_generations == 1, (
         "num_generations = 1: must be at least 2, since the group is the baseline; or set critic "
         "= True")
-    yield cfg.critic and (by_reward or cfg.zero_std_groups != "keep"), (
-        "critic = True: advantages are by token; leave zero_std_groups and "
-        "multi_objective_aggregation as they are")
-
-    # MaxRL divides by the mean reward of a group
-    by_mean = cfg.scale_rewards == "mean"
-    yield by_mean and (cfg.critic or by_reward), (
-        "scale_rewards = 'mean': a critic, and normalize_then_sum, have divisors of their own: "
-        "leave critic and multi_objective_aggregation as they are")
-    yield by_mean and cfg.kl_in_reward, (
-        "scale_rewards = 'mean': divides by the mean reward of a group, which a KL in the reward "
-        "can turn: set kl_in = 'loss'")
-    yield by_mean and "judge" in cfg.reward_funcs and cfg.judge_score == "logit", (
-        "scale_rewards = 'mean': is for rewards of at least 0, and judge_score = 'logit' is not: "
-        "set judge_score = 'probability'")
+    yield cfg.critic and cfg.zero_std_groups != "keep", (
+        "critic = True: advantages are by token; leave zero_std_groups as it is")
 
 
 def wrong_influence(cfg):
@@ -178,7 +161,7 @@ def wrong_influence(cfg):
     one_step = cfg.mini_batch_size in (0, cfg.num_prompts * cfg.num_generations)
     # advantages, or weights of a loss, that may be one for each token
     by_token = cfg.critic or {"advantage", "objective", "divide"} & set(cfg.functions)
-    is_multiple = one_step and cfg.top_entropy_quantile == 1 and not by_token
+    is_multiple = one_step and not cfg.door("policy_tokens") and not by_token
     knows_part = cfg.tracin in ("off", "self") or is_multiple and cfg.tracin != "target"
     yield cfg.tracin_leave_one_out and (cfg.tracin_val_prompts or not knows_part), (
         "tracin_leave_one_out = True: a rollout's own part is known only with tracin_val_prompts "

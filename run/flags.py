@@ -121,8 +121,7 @@ def problems_of_rewards(m, cfg, first, groups):
         yield "constant", (
             f"{len(constant)} of {len(cfg.reward_funcs)} {are} constant, so they teach nothing: "
             f"{values}; check these functions and their weights, or drop them")
-    by_reward = cfg.multi_objective_aggregation == "normalize_then_sum"
-    if by_reward:
+    if getattr(cfg.door("advantage"), "by_score", False):
         return      # what cancels in the sum is learned from
     if m["reward_min"] == m["reward_max"]:
         if is_solved(m, first):

@@ -16,6 +16,7 @@ from torch.nn.utils import get_total_norm
 from common.guards import check_step
 from common.processes import all_gather, shard
 from common.script import asked_for
+from common.variants import variant
 from loss import objective_of
 from tape import cosine, inner
 from tracin import target_coefficients
@@ -58,7 +59,6 @@ def loss_metrics(loss, cfg):
         clip_ratio/low_mean, clip_ratio/high_mean: share of tokens clipped at 1 - epsilon, at 1 +
             epsilon_high
         clip_ratio/region_mean: the sum of both. At sequence level these three count completions
-        cispo_clip_ratio: share of tokens at cispo's ceiling
         kl: KL of the policy to the reference, in nats per token: mean of ratio x kl_estimator
     """
     mask = loss.batch.loss_mask
@@ -518,27 +518,6 @@ def advantage_metrics(batch, cfg):
     return metrics
 
 
-def resample_metrics(batch, cfg):
-    """Metrics of groups that were replaced, and of those that are learned from instead.
-
-    Metrics:
-        resample/rounds: rounds of further prompts
-        resample/used: share of all sampled groups that differ
-        resample/reward: as reward, of the completions that are learned from
-        resample/mean_length: as completions/mean_length, of these
-    """
-    if cfg.zero_std_groups != "resample":
-        return {}
-    learned = ~batch.equal_rows(cfg.num_generations)
-    lengths = batch.rollout.sampled_mask.sum(1).float().cpu()
-    equal = batch.everything.equal_rows(cfg.num_generations)
-    return {
-        "resample/rounds": len(batch.rounds) - 1,
-        "resample/used": 1 - float(equal.float().mean()),
-        "resample/reward": float(batch.rewards[learned].nanmean()),
-        "resample/mean_length": float(lengths[learned].mean())}
-
-
 def critic_metrics(batch, cfg):
     """Metrics of what a critic expected while sampling; {} without one.
 
@@ -574,8 +553,9 @@ def batch_metrics(batch, cfg):
     metrics |= call_metrics(everything.completions, cfg)
 
     # of what is learned from
-    metrics |= advantage_metrics(batch, cfg) | resample_metrics(batch, cfg)
-    metrics |= critic_metrics(batch, cfg)
+    metrics |= advantage_metrics(batch, cfg) | critic_metrics(batch, cfg)
+    if cfg.zero_std_groups not in ("keep", "drop"):
+        metrics |= variant("zero_std_groups", cfg.zero_std_groups).metrics(batch, cfg)
     if cfg.kl_in_reward:
         metrics["kl"] = float(batch.kl.sum() / batch.rollout.sampled_mask.sum())
     if "after" in cfg.functions:

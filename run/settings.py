@@ -119,19 +119,15 @@ class Settings(*settings_of_extras()):
     # reward and advantage
     reward_funcs: tuple | None = None   # "judge" and functions; None: the function reward, or judge
     reward_weights: tuple | None = None # one for each; None: 1
-    # what divides r - mean: the std of the group or of the batch, or the group's mean (MaxRL, for
-    # rewards of at least 0); none: nothing
-    scale_rewards: Literal["group", "batch", "none", "mean"] = "group"
+    # what divides r - mean: the std of the group or of the batch; none: nothing. mean (MaxRL) is in
+    # extras/variants
+    scale_rewards: Literal["group", "batch", "none"] | Variant = "group"
     # a value head is the baseline, not the group, as in PPO (extras/critic)
     critic: Fixed[bool] = False
     # seldom
-    # normalize_then_sum: each reward by its group's std, their weighted sum by the batch's
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
-        "sum_then_normalize")
-    # groups whose rewards are all equal. resample: replaced by groups of further prompts (DAPO), in
-    # at most max_resamples rounds; what is equal then is dropped
-    zero_std_groups: Literal["keep", "drop", "resample"] = "keep"
-    max_resamples: Positive = 3
+    # groups whose rewards are all equal. resample (extras/variants): replaced by groups of further
+    # prompts (DAPO)
+    zero_std_groups: Literal["keep", "drop"] | Variant = "keep"
 
     # loss
     # its objective and its divisor: grpo, bnpo, dr_grpo, cispo and sapo are in extras/variants
@@ -145,8 +141,6 @@ class Settings(*settings_of_extras()):
     # a term of the loss, or subtracted from each completion's reward
     kl_in: Literal["loss", "reward"] = "loss"
     entropy_coef: Live[float] = 0.0     # weight of the mean entropy, subtracted from the loss
-    # policy gradient on this most uncertain share of the tokens
-    top_entropy_quantile: Live[ShareAbove0] = 1.0
     mask_truncated_completions: bool = False    # completions cut at the limit carry no loss
     ref_model_sync_steps: int = 0       # update the reference every N iterations; 0: never
     # that update: reference <- (1 - alpha) reference + alpha policy, weight by weight,

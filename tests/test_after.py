@@ -249,10 +249,11 @@ def test_entropy_of_replayed_rollouts_is_that_of_the_policy_now():
     setup, cfg, batch = replayed_world(top_entropy_quantile=.5)
     step = next(grpo.optimizer_steps(batch, cfg, 3))
     mask = grpo.policy_mask_of(setup, batch, step, True, cfg)
+    least_sure = cfg.door("policy_tokens")
     now = torch.zeros_like(batch.rollout.entropy)
     now[:] = grpo.completion_entropies(setup.policy, batch.rollout, cfg.temperature)
-    assert torch.equal(mask, grpo.least_sure(now, batch.loss_mask, cfg)), "of the policy then"
-    assert not torch.equal(mask, grpo.least_sure(batch.rollout.entropy, batch.loss_mask, cfg))
+    assert torch.equal(mask, least_sure(now, batch.loss_mask, cfg)), "of the policy then"
+    assert not torch.equal(mask, least_sure(batch.rollout.entropy, batch.loss_mask, cfg))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -100,7 +100,6 @@ def test_settings_that_do_not_go_together_are_refused():
 --num_prompts=6 --num_generations=4 --mini_batch_size=7 | mini_batch_size | num_generations
 --num_generations=4 --decode_batch_size=3 | decode_batch_size | num_generations
 --ref_model_sync_steps=2 | ref_model_sync_steps | beta
---multi_objective_aggregation=normalize_then_sum --zero_std_groups=resample | zero_std_groups
 --reward_weights=(1,2)
 --judge=None
 --reward_funcs=nobody | reward_funcs | nobody

@@ -19,7 +19,7 @@ from run.optimizer import load_state, make_optimizer
 from run.settings import GIVEN, load_settings
 from worlds import (
     WORD_PROMPTS, WORDS, assert_near, assert_refused, gradient, inputs_of, letters, read_rows,
-    refusal, setup_of, steps_of, untimed_metrics, word_gpt, words, world)
+    refusal, setup_of, skip_for, steps_of, untimed_metrics, word_gpt, words, world)
 
 PAGE = open(f"{ROOT}/docs/doors.md", encoding="utf-8").read()
 EXAMPLES = [code.removeprefix("python\n") for code in PAGE.split("```")[1::2]]
@@ -65,6 +65,7 @@ def flat(tensors):
 
 def test_maxrl_divides_by_the_mean_of_the_group():
     """As in the paper: a group in which p of G are right has (1 - p) / p for these, -1 else."""
+    skip_for(scale_rewards="mean")
     rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1]).double()
     found = group_advantages(rewards, 4, "mean")
     expected = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, *[0] * 8]
@@ -74,6 +75,7 @@ def test_maxrl_divides_by_the_mean_of_the_group():
 
 
 def test_maxrl_refuses_what_has_no_mean_to_divide_by():
+    skip_for(scale_rewards="mean")
     assert_refused("logit", load_settings, ["--scale_rewards=mean"])
     assert_refused("kl_in", load_settings, [
         "--scale_rewards=mean", "--judge_score=probability", "--kl_in=reward", "--beta=0.1"])
@@ -124,6 +126,7 @@ def test_groups_of_a_prompt_come_oldest_first_also_by_resample():
             rewards[::4] = [0.0] * len(rewards[::4])    # these differ, so they are kept
         return rewards
 
+    skip_for(zero_std_groups="resample")
     cfg = with_function("choose", lambda n: [0] * n, number_of_call, zero_std_groups="resample",
                         max_resamples=3)
     setup = setup_of(cfg, word_gpt(), WORD_PROMPTS[:1], WORDS)

@@ -9,7 +9,7 @@ import statistics
 import pytest
 import torch
 
-from grpo import decoupled_advantages, group_advantages
+from grpo import group_advantages
 from common.variants import variants_of
 from judge.rewards import total_reward
 from loss import kl_estimate
@@ -69,17 +69,6 @@ def test_an_abstention_counts_as_the_functions_mean_over_the_group():
     assert found == pytest.approx([0.0, 2.0, 4.0, NAN, 2.0, 4.0, 6.0, NAN], nan_ok=True)
 
 
-def test_scores_that_are_normalised_before_they_are_summed():
-    """As TRL's normalize_then_sum: over the group, weighed and summed, then over the batch."""
-    scores = [[1, 100], [2, 300], [4, NAN], [NAN, NAN], [0, 10], [1, 10.5], [.5, 11], [0, 12]]
-    columns = [plain_advantages(column, 4, "group") for column in zip(*scores)]
-    totals = [first + .5 * second for first, second in zip(*columns)]
-    totals[3] = NAN     # nobody scored it
-    expected = plain_advantages(totals, 8, "batch")
-    found = decoupled_advantages(torch.tensor(scores), (1.0, .5), 4)
-    assert found.tolist() == pytest.approx(expected, abs=1e-5)
-
-
 def test_a_function_of_weight_0_changes_nothing():
     """To the bit, wherever it stands, also where it alone knows a row."""
     g = generator_of(5)
@@ -92,8 +81,6 @@ def test_a_function_of_weight_0_changes_nothing():
         weights.insert(place, 0)
         total, found = total_reward(scores, (.7, -.2), 4), total_reward(more, weights, 4)
         assert torch.equal(found.nan_to_num(-9), total.nan_to_num(-9)), "it changes the reward"
-        assert torch.equal(decoupled_advantages(more, weights, 4),
-                           decoupled_advantages(scores, (.7, -.2), 4)), "it changes advantages"
 
 
 @pytest.mark.parametrize("weights, scores", [

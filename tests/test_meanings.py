@@ -29,8 +29,8 @@ RUNS = {
     "plain": (OWN, ["--beta=0.1", "--entropy_coef=0.01", "--ref_model_sync_steps=1"], None),
     "influence": ("", HELD_OUT, None),
     "influence on itself": ("", ["--tracin=self"], None),
-    "cispo": ("", ["--loss_type=cispo", "--epsilon_high=5.0"], None),
-    "resampling": ("", ["--zero_std_groups=resample"], None),
+    "cispo": ("", ["--loss_type=cispo", "--epsilon_high=5.0"], "variants"),
+    "resampling": ("", ["--zero_std_groups=resample"], "variants"),
     "critic": ("", ["--critic=True"], "critic"),
     "tools": (TOOLS, ["--max_completion_length=16"], "environment")}
 

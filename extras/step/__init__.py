@@ -14,6 +14,7 @@ import torch
 
 import grpo
 from common.script import seed_for
+from common.variants import variant
 from loss import Step, loss_of
 from rollout import completion_logprobs
 from run.checkpoint import load_checkpoint, newest_checkpoint
@@ -195,16 +196,14 @@ def print_advantages(batch, cfg):
     if cfg.kl_in_reward:
         rewards = rewards - cfg.beta * batch.kl.sum(1).cpu()
         print("  the rewards here are less beta * KL, as they are compared")
-    if cfg.multi_objective_aggregation == "normalize_then_sum":
-        print("  normalize_then_sum: each function's scores are divided by the std of their group, "
-              "their sum by that of the batch; the divisors here are not used")
-    if "advantage" in cfg.functions:
-        print("  the config file's function gives the advantages; the divisors here are not used")
+    if own := cfg.door("advantage"):
+        print(f"  the function {own.__name__} gives the advantages; the divisors here are not used")
     G = cfg.num_generations
     for i, (r, A) in enumerate(zip(rewards.view(-1, G), batch.row_advantages.view(-1, G))):
-        divisors = {"none": 1.0, "batch": std(rewards) + 1e-4, "group": std(r) + 1e-4,
-                    "mean": r.nanmean() + 1e-6}
-        print(f"  group {i}: mean {r.nanmean():.4f}, divisor {divisors[cfg.scale_rewards]:.4f} "
+        divisors = {"none": 1.0, "batch": std(rewards) + 1e-4, "group": std(r) + 1e-4}
+        divisor = divisors.get(cfg.scale_rewards) or variant(
+            "scale_rewards", cfg.scale_rewards)(r[None]).item()
+        print(f"  group {i}: mean {r.nanmean():.4f}, divisor {divisor:.4f} "
               f"(scale_rewards = {cfg.scale_rewards!r})")
         print(f"    rewards    {digits(r)}\n    advantages {digits(A)}")
 

@@ -4,13 +4,16 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
 
-from common.kinds import Temperature, Variant
+from common.kinds import Live, Positive, ShareAbove0, Temperature, Variant
 from common.variants import variant
 
 
 @dataclass
 class VariantSettings:
     # variants (extras/variants)
+    # normalize_then_sum: each reward by its group's std, their weighted sum by the batch's (GDPO)
+    multi_objective_aggregation: Literal["sum_then_normalize"] | Variant = "sum_then_normalize"
+    max_resamples: Positive = 3         # rounds; groups that are equal then are dropped
     # sequence: GSPO; pair it with loss_type grpo
     importance_sampling_level: Literal["token"] | Variant = "token"
     delta: float | None = None          # ceiling of the unclipped term (two-sided clip)
@@ -18,6 +21,8 @@ class VariantSettings:
     sapo_temperature_pos: Temperature = 1.0     # of sapo's sigmoid, where it is positive
     # multiply k1 or k3 in the loss by the ratio (DeepSeek-V3.2). None: where the KL is in the loss
     use_bias_correction_kl: bool | None = None
+    # policy gradient on this most uncertain share of the tokens
+    top_entropy_quantile: Live[ShareAbove0] = 1.0
 
     def doors(self):
         """{name: what stands there in place of the core's}."""
@@ -29,6 +34,11 @@ class VariantSettings:
         if self.importance_sampling_level != "token":
             found["importance"] = variant(
                 "importance_sampling_level", self.importance_sampling_level)
+        if self.multi_objective_aggregation != "sum_then_normalize":
+            found["advantage"] = variant(
+                "multi_objective_aggregation", self.multi_objective_aggregation)
+        if self.top_entropy_quantile < 1:
+            found["policy_tokens"] = variant("top_entropy_quantile", "least_sure")
         if self.use_bias_correction_kl is not None or self.kl_estimator == "k2":
             found["corrects_kl"] = bool(self.use_bias_correction_kl)
         return found
@@ -40,8 +50,25 @@ class VariantSettings:
             f"delta = {self.delta}: must be above the upper clip, {ceiling}")
         yield self.loss_type == "cispo" and (self.epsilon_high or 0) < 1, (
             "loss_type = 'cispo': epsilon_high is the ceiling of the ratio; take 5.0")
-        yield self.critic and self.importance_sampling_level != "token", (
-            "critic = True: advantages are by token; leave importance_sampling_level as it is")
+        by_score = self.multi_objective_aggregation != "sum_then_normalize"
+        yield self.critic and (by_score or self.importance_sampling_level != "token"), (
+            "critic = True: advantages are by token; leave importance_sampling_level and "
+            "multi_objective_aggregation as they are")
+        yield by_score and (self.kl_in == "reward" or self.zero_std_groups != "keep"), (
+            "multi_objective_aggregation = 'normalize_then_sum': set kl_in = 'loss' and "
+            "zero_std_groups = 'keep'")
+
+        # MaxRL divides by the mean reward of a group
+        by_mean = self.scale_rewards == "mean"
+        yield by_mean and (self.critic or by_score), (
+            "scale_rewards = 'mean': a critic, and normalize_then_sum, have divisors of their own: "
+            "leave critic and multi_objective_aggregation as they are")
+        yield by_mean and self.kl_in_reward, (
+            "scale_rewards = 'mean': divides by the mean reward of a group, which a KL in the "
+            "reward can turn: set kl_in = 'loss'")
+        yield by_mean and "judge" in self.reward_funcs and self.judge_score == "logit", (
+            "scale_rewards = 'mean': is for rewards of at least 0, and judge_score = 'logit' is "
+            "not: set judge_score = 'probability'")
         yield self.use_bias_correction_kl and (
             self.kl_in == "reward" or self.kl_estimator == "k2"), (
             "use_bias_correction_kl = True: is for kl_in = 'loss' with k1 or k3")

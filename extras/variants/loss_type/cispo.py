@@ -10,6 +10,11 @@ objective.detaches = True       # to a Hessian the weight is a constant
 
 
 def _clipped(ratio, A, cfg):
+    """What is counted of it.
+
+    Metrics:
+        cispo_clip_ratio: share of tokens at cispo's ceiling
+    """
     return {"cispo_clip_ratio": (ratio > cfg.epsilon_high) & (A > 0)}
 
 
