@@ -553,7 +553,8 @@ def batch_metrics(batch, cfg):
     metrics |= call_metrics(everything.completions, cfg)
 
     # of what is learned from
-    metrics |= advantage_metrics(batch, cfg) | critic_metrics(batch, cfg)
+    metrics |= advantage_metrics(batch, cfg)
+    metrics |= critic_metrics(batch, cfg)
     if cfg.zero_std_groups not in ("keep", "drop"):
         metrics |= variant("zero_std_groups", cfg.zero_std_groups).metrics(batch, cfg)
     if cfg.kl_in_reward:
