@@ -21,11 +21,17 @@ with exit_codes(), optional("matplotlib"):       # without it: one line
     import matplotlib.pyplot as plt
 
 
-def open_world(flags):
-    """Settings, models and the four prompts. A script's own flags come after the lesson's."""
+def settings_of(config, flags):
+    """The settings of a config file. What is typed behind a script's name comes after its flags."""
     typed = [] if "ipykernel" in sys.modules else sys.argv[1:]
     with exit_codes():      # a slip in a flag is one line
-        cfg = load_settings([f"{ROOT}/config/lesson.py", *flags, *typed])
+        return load_settings([f"{ROOT}/{config}", *flags, *typed])
+
+
+def open_world(flags):
+    """Settings, models and the four prompts of the lessons' world."""
+    cfg = settings_of("config/lesson.py", flags)
+    with exit_codes():
         if cfg.device != "cpu":
             raise BadInput(f"device = {cfg.device!r}: the pictures need tensors of a CPU")
         setup = grpo.prepare(cfg, grpo.read_inputs(cfg))
