@@ -235,25 +235,6 @@ MISTAKES = [
         ("the values divided by their tokens (TRL's PPO)",
          "cfg.value_coef * aggregate(errors, b.loss_mask, step, cfg)",
          "cfg.value_coef * errors.sum() / b.loss_mask.sum()")),
-    # extras/slider, extras/hunt, docs/lesson
-    *of("extras/slider/__main__.py", "test_slider.py::"
-        "test_influence_is_the_product_of_a_rollouts_gradient_and_the_held_out_rewards",
-        ("slider: influence sign", "return -tape.dot(target)", "return tape.dot(target)")),
-    *of("extras/slider/__main__.py", "test_slider.py::"
-        "test_without_any_left_out_it_is_the_training_and_without_all_nothing_moves",
-        ("slider: the wrong ones leave", 'descending=rule == "high influence"',
-         'descending=rule == "low influence"'),
-        ("slider: nothing leaves", "batch.rewards, it)[:count]] = 0", "batch.rewards, it)[:0]] = 0")),
-    *of("extras/hunt/__main__.py", "test_hunt.py::"
-        "test_a_run_that_fails_ends_with_its_own_exit_code",
-        ("hunt: a failed run ends with 0", "sys.exit(seen.code)", "sys.exit(0)")),
-    *of("extras/hunt/__main__.py", "test_hunt.py::"
-        "test_the_score_card_counts_what_was_found_without_the_answer",
-        ("hunt: a read answer counts as found", 'if "given_up" in row or "minutes" in row:',
-         'if "minutes" in row:')),
-    *of("docs/lesson/classroom.py", "test_lesson.py::"
-        "test_a_written_line_is_told_right_or_which_mistake_it_is",
-        ("lesson: any line is right", "<= 0.005 * value.abs().max()", "<= 5 * value.abs().max()")),
     *of("extras/critic/__init__.py",
         "test_critic.py::test_rewards_are_centered_and_stand_at_the_last_sampled_token",
         ("no mean is subtracted (TRL's PPO)",
@@ -918,7 +899,27 @@ MISTAKES = [
 
     # test_critic.py
     *of("run/metrics.py", "test_critic.py::test_metrics_of_the_critic_are_those_of_plain_python",
-        ("the head's gradient after clipping", " * (grad_norm / most).clamp(min=1)", ""))]
+        ("the head's gradient after clipping", " * (grad_norm / most).clamp(min=1)", "")),
+
+    # extras/slider, extras/hunt, docs/lesson
+    *of("extras/slider/__main__.py", "test_slider.py::"
+        "test_influence_is_the_product_of_a_rollouts_gradient_and_the_held_out_rewards",
+        ("slider: influence sign", "return -tape.dot(target)", "return tape.dot(target)")),
+    *of("extras/slider/__main__.py", "test_slider.py::"
+        "test_without_any_left_out_it_is_the_training_and_without_all_nothing_moves",
+        ("slider: the wrong ones leave", 'descending=rule == "high influence"',
+         'descending=rule == "low influence"'),
+        ("slider: nothing leaves", "batch.rewards, it)[:count]] = 0", "batch.rewards, it)[:0]] = 0")),
+    *of("extras/hunt/__main__.py", "test_hunt.py::"
+        "test_a_run_that_fails_ends_with_its_own_exit_code",
+        ("hunt: a failed run ends with 0", "sys.exit(seen.code)", "sys.exit(0)")),
+    *of("extras/hunt/__main__.py", "test_hunt.py::"
+        "test_the_score_card_counts_what_was_found_without_the_answer",
+        ("hunt: a read answer counts as found", 'if "given_up" in row or "minutes" in row:',
+         'if "minutes" in row:')),
+    *of("docs/lesson/classroom.py", "test_lesson.py::"
+        "test_a_written_line_is_told_right_or_which_mistake_it_is",
+        ("lesson: any line is right", "<= 0.005 * value.abs().max()", "<= 5 * value.abs().max()"))]
 
 
 def why_not(mistake):
