@@ -8,7 +8,8 @@
 # ![A prompt, its completions, their rewards and advantages, the loss, a step](../algorithm.svg)
 #
 # You need a little PyTorch: what a tensor, `backward` and an optimizer are. A **log-prob** is the
-# logarithm of a probability, so 0 is certain and -8 is a surprise.
+# logarithm of a probability, so 0 is certain and -8 is a surprise. Shapes stand in brackets behind
+# a line: `(N, T)` is a table of N rollouts by T tokens.
 #
 # Sections 1 to 5 take one step apart. Sections 6 to 8 add what a run needs: several steps on the
 # same rollouts, a bound on how far the policy goes, and many iterations. The second lesson,
@@ -19,9 +20,9 @@
 # takes under a minute and draws to `out/lesson`. Nothing in it needs Linux or macOS; on Windows
 # `python` may be called `py`.
 #
-# **Try** is a question: first predict, then change what it names and run all cells. **Write** asks
-# for a line of yours in place of the dots, and the next line says whether it is right. Answers to
-# **Try** are at the end. After editing a `.py` file restart the kernel.
+# **Try** is a question: first predict, then change what it names, run all cells, and change it
+# back. **Write** asks for a line of yours in place of the dots, and the next line says whether it
+# is right. Answers to **Try** are at the end. After editing a `.py` file restart the kernel.
 
 # %%
 address = ""        # only in Colab: from where to clone the project
@@ -49,7 +50,8 @@ print(*loop_of("nano.py"), sep="\n")
 #
 # ## 1. A small world
 # The policy is a GPT of 300,000 weights that has read made-up sentences of eight words
-# (`config/lesson.py`). It is a file, so everybody sees the same numbers. A prompt is the first
+# (`config/lesson.py`). It is a file, so everybody sees the same numbers, up to section 8, where
+# rounding adds up over many steps. A prompt is the first
 # three words, so a completion should be five words and an end token. The reward is a rule: the
 # share of the letter e in a completion.
 
@@ -89,14 +91,15 @@ picture("2_rollout", "token of the completion", "rollout")
 # %% [markdown]
 # Red lines part the prompts. Dark tokens were a surprise. White is after the end of a completion.
 #
-# **Try 1** (medium): `flags = ["--temperature=0.3"]` in section 1. The logits are divided by the
-# temperature before a token is drawn. Which surprises go, and are the six completions of a prompt
-# alike then?
+# **Try 1** (medium): `flags = ["--temperature=0.3"]` in section 1. The logits, which a softmax
+# turns into probabilities, are divided by the temperature before a token is drawn. Which surprises
+# go, and are the six completions of a prompt alike then?
 #
 # ## 3. Score and advantage
 # Each completion gets a reward. Its advantage is its distance from the mean of its group, in
 # standard deviations of the group: $A_i = (r_i - \mathrm{mean}) / \mathrm{std}$. So the advantages
-# of each prompt add up to 0.
+# of each prompt add up to 0. (`nano.py` divides by the standard deviation of the whole batch, which
+# is a setting here: `--scale_rewards=batch`.)
 
 # %%
 scores = grpo.all_scores(setup.reward_funcs, asked, texts, cfg)                  # (N, K)
@@ -149,9 +152,10 @@ picture("4_clip", f"ratio = policy / sampler; epsilon = {cfg.epsilon}", "objecti
 
 # %% [markdown]
 # ## 5. The step
-# `grpo.collect` does sections 2 and 3 in one call. Then: loss, backward, optimizer step. The loss
-# is minus the mean of the objective over all tokens. The policy still is the sampler, so all ratios
-# are 1, and the loss is minus the mean of the advantages. In a group they cancel but for
+# `grpo.collect` does sections 2 and 3 in one call. Then: loss, backward, optimizer step. `setup`
+# has the models and the optimizer, `cfg` the settings, `step` the rows that the step is on. The
+# loss is minus the mean of the objective over all tokens. The policy still is the sampler, so all
+# ratios are 1, and the loss is minus the mean of the advantages. In a group they cancel but for
 # completions of another length: the loss is near 0. Its gradient is not.
 
 # %%
@@ -419,15 +423,15 @@ picture("8_curve", "iteration", "KL, nats per token")
 # hacking**: a rule of letters is easily served without sentences. The KL holds the policy near what
 # it had read, and costs some reward.
 #
-# **Try 6** (easy): in the last cell (0.0, 1.0) for (0.0, 0.1). What does a large beta leave of the
+# **Try 6** (easy): in the cell above (0.0, 1.0) for (0.0, 0.1). What does a large beta leave of the
 # rise?
 #
 # **Try 7** (easy): in `reward` at the end of `config/lesson.py` take o for e. Which words will the
 # policy write?
 #
 # What is left is bookkeeping: `python grpo.py config/lesson.py` trains this world in earnest. Which
-# of the rollouts made it better? `influence.ipynb` goes on here. All that it adds to the loop is
-# `diff nano.py nano_tracin.py`.
+# of the rollouts made it better? `influence.ipynb` goes on here, and `diff nano.py nano_tracin.py`
+# shows what it adds to the loop.
 #
 # ## Answers
 # Each number is of the run that made this page: with other `flags` they are others.
