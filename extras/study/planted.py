@@ -58,9 +58,10 @@ and 0.98 (inverted), of TracIn 0.96 and 1.0, of the text read 0.98 and 1.0. It h
 which the time for these runs did not allow.
 """
 import itertools
+import math
 import os
 import random
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 from torch.nn.utils import vector_to_parameters
@@ -74,6 +75,7 @@ from extras.explain.account import (
     DAMPING, hessian_times, multiplied, replay, taken_back, train_again, walk_back)
 from extras.explain.story import row_of
 from extras.explain.target import HeldOut, Sentences
+from extras.study.__main__ import holm, permutation_p, plus_minus
 from rollout import completion_logprobs, completion_states
 from run.settings import load_settings
 
@@ -301,14 +303,70 @@ def study(job, seed, flags=()):
     return found
 
 
+# ------------------------------------------------------------------------------------------------
+# the answers
+
+
+def better_way(name, values):
+    """AUCs of a score by seed; |advantage|, reward and length in the better direction."""
+    return [1 - x for x in values] if name not in SIGNED and fmean(values) < 0.5 else values
+
+
+def found_by(runs):
+    """Lines on who names the guilty: questions 1 and 2."""
+    aucs = {name: better_way(name, [run["auc"][name] for run in runs]) for name in runs[0]["auc"]}
+    rivals = [name for name in aucs if name not in ("share", "TracIn, AdamW's scale")]
+    ps = holm([permutation_p([a - b for a, b in zip(aucs["share"], aucs[name])])
+               for name in rivals])
+    beside = dict(zip(rivals, ps))
+    for name, values in aucs.items():
+        recall = fmean(run["recall"][name] for run in runs)
+        p = f", p beside the share {beside[name]:.2g}" if name in beside else ""
+        yield f"AUC of {name}: {plus_minus(values)}, recall {recall:.2f}{p}"
+
+
+def moved_by(runs):
+    """Lines on the run without the top of each score: questions 3 to 5."""
+    def column(name, what):
+        return [run["without"][name][what] for run in runs]
+
+    heavy = column("as heavy", "change")
+    for name in runs[0]["without"]:
+        change = column(name, "change")
+        said = {what: median(x / y if y else math.nan for x, y in zip(change, column(name, what)))
+                for what in ("share", "prediction")}
+        p = permutation_p([a - b for a, b in zip(change, heavy)])
+        yield (f"without {name}: {plus_minus(change)}, p beside as heavy {p:.2g}, paid "
+               f"{plus_minus(column(name, 'paid'))}, KL {plus_minus(column(name, 'kl'))}; truth in "
+               f"those of its shares {said['share']:.2g}, of its predictions "
+               f"{said['prediction']:.2g}")
+
+
+def table(runs):
+    """All answers of a job's runs, as lines."""
+    for what in ("number", "paid", "kl"):
+        before, end = ([run[when][what] for run in runs] for when in ("before", "end"))
+        yield f"{what}: {plus_minus(before)} to {plus_minus(end)}"
+    if runs[0]["auc"]:
+        yield from found_by(runs)
+    yield from moved_by(runs)
+    for name in runs[0].get("rank", ()):
+        yield f"rank by {name}: {plus_minus([run['rank'][name] for run in runs])}"
+
+
 def main(argv):
     own, flags = own_flags(argv, dict(table=False))
     os.makedirs(OUT, exist_ok=True)
+    found = {job: [] for job in JOBS}
     for seed, job in itertools.product(range(401, 413), JOBS):
         path = os.path.join(OUT, f"{job}_{seed}.json")
         if seed in SEEDS[job] and not own["table"] and not os.path.exists(path):
             write_json(path, study(job, seed, flags))
             print(f"{job}, seed {seed}: done", flush=True)
+        if os.path.exists(path):
+            found[job].append(read_json(path))
+    for job, runs in found.items():
+        print(f"\n{job}, {len(runs)} seeds", *(table(runs) if runs else ()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ def test_what_is_read_has_the_gradient_of_what_was_written(short, tmp_path):
 
 @pytest.mark.parametrize("change, name", [
     ({"loss_mask": [0, 1]}, "belong together"), ({"old_logprobs": [0.1]}, "belong together"),
-    ({"loss_mask": [0] * 4, "old_logprobs": []}, "nothing sampled"), ({"advantages": 1}, "advantage")])
+    ({"loss_mask": [0] * 4, "old_logprobs": []}, "nothing sampled"),
+    ({"advantages": 1}, "advantage")])
 def test_a_file_of_another_form_is_refused_by_row(change, name, tmp_path):
     row = dict(step=0, group=1, tokens=[3, 4, 5, 6], loss_mask=[0, 0, 1, 1], advantage=1.0,
                old_logprobs=[-1.0, -2.0], reward=0.5)
