@@ -1,8 +1,7 @@
 """
-What is only fast: the same numbers, up to rounding, as the plain lines that call it. Nobody needs
-to read it to follow the algorithm.
+Faster ways to the same numbers, up to rounding. You can follow the algorithm without reading this.
 
-Shapes: M tokens, m of a piece, C channels, V = vocab_size. Attention: see model.py.
+Shapes: M tokens, m in a piece, C channels, V = vocab_size. Attention: see model.py.
 """
 import contextlib
 import functools
@@ -23,12 +22,12 @@ def has_half_product():
 
 
 def product(a, b):
-    """a @ b of matrices in bfloat16, in float32. On a GPU alone."""
+    """a @ b of bfloat16 matrices, in float32. Only on a GPU."""
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
 class HalfProduct(torch.autograd.Function):
-    """h @ weight.T of h (M, C) and weight (V, C) -> (M, V) in float32; gradients likewise."""
+    """h @ weight.T for h (M, C) and weight (V, C) -> (M, V) in float32; gradients likewise."""
 
     @staticmethod
     def forward(ctx, h, weight):
@@ -49,36 +48,36 @@ class HalfProduct(torch.autograd.Function):
 
 
 def half_product(h, weight):
-    """h @ weight.T of h (..., C) and weight (V, C) -> (..., V): rounded to bfloat16 as autocast
-    does, but the sums stay in float32."""
+    """h @ weight.T for h (..., C) and weight (V, C) -> (..., V): factors are rounded to bfloat16 as
+    under autocast, but the sums stay in float32."""
     logits = HalfProduct.apply(h.flatten(0, -2), weight)
     return logits.view(*h.shape[:-1], len(weight))
 
 
 # ------------------------------------------------------------------------------------------------
-# log-probs of some tokens: their logits are most of a step's memory
+# log-probs: their logits are most of a step's memory
 
-LOGITS_KEPT = 2 ** 27       # at most, for the backward: 0.5 GB, for entropies three times that
+LOGITS_KEPT = 2 ** 27       # at most, for the backward: 0.5 GB; entropies keep three times as much
 LOGITS_AT_ONCE = 2 ** 23    # at most on a CPU, where allocating memory is slow
 
 
 def in_pieces(function, V, h, targets, allowed):
     """Apply function(h (m, C), targets (m,), allowed (m, V) or None) -> (m, 1) to all M tokens in
-    pieces that fit into memory -> (M, 1). If there are more than LOGITS_KEPT logits, the backward
-    forms each piece again."""
+    pieces that fit into memory -> (M, 1). With more than LOGITS_KEPT logits, the backward computes
+    each piece again."""
     if len(h) * V > LOGITS_KEPT:
         function = functools.partial(checkpoint, function, use_reentrant=False)
     m = max(1, (LOGITS_KEPT if h.is_cuda else LOGITS_AT_ONCE) // V)
     pieces = []
     for i in range(0, max(1, len(h)), m):
-        some = [None if x is None else x[i:i + m] for x in (h, targets, allowed)]
-        pieces.append(function(*some))
+        piece = [None if x is None else x[i:i + m] for x in (h, targets, allowed)]
+        pieces.append(function(*piece))
     return torch.cat(pieces)
 
 
 class LogProb(torch.autograd.Function):
-    """Log-probs (m, 1) of ids targets (m, 1) from logits (m, V). The logits' gradient is formed in
-    one tensor: torch would make five, and allocating memory is slow."""
+    """Log-probs (m, 1) of ids targets (m, 1) from logits (m, V). The backward allocates one tensor
+    where torch would allocate five, which is slow."""
 
     @staticmethod
     def forward(ctx, logits, targets):
@@ -91,13 +90,13 @@ class LogProb(torch.autograd.Function):
         logits, targets, total = ctx.saved_tensors
         if torch.is_grad_enabled():     # create_graph=True: there may be a second derivative
             return (logits.softmax(-1) * -grad).scatter_add(1, targets, grad), None
-        found = (logits - total).exp_().mul_(-grad)                                 # (m, V)
-        return found.scatter_add_(1, targets, grad), None   # grad * (one-hot - probability)
+        slopes = (logits - total).exp_().mul_(-grad)                                # (m, V)
+        return slopes.scatter_add_(1, targets, grad), None  # grad * (one-hot - probability)
 
 
 class LogProbOfHalf(torch.autograd.Function):
-    """LogProb in five passes over the logits, where it takes twelve on a GPU: it keeps
-    probabilities in place of logits. No second derivative."""
+    """LogProb for a GPU, in five passes over the logits instead of twelve: it keeps probabilities,
+    not logits. It cannot be differentiated twice."""
 
     @staticmethod
     def forward(ctx, logits, targets):
@@ -138,29 +137,29 @@ class BufferedLogProb(torch.autograd.Function):
     """Log-probs (M,) of targets (M,) at hidden states h (M, C), by a head's weight (V, C) and bias
     (V,) or None. allowed: (M, V) or None.
 
-    The logits are formed in one buffer, piece after piece, and again in the backward. Pieces that
-    are allocated are not given back on a CPU: small results are put where the last piece was, the
-    next one does not fit there, and the heap grows to the size of all logits.
+    The logits are computed in one buffer, piece after piece, and again in the backward. If each
+    piece were allocated anew, on a CPU small results would land in the freed block, the next piece
+    would not fit, and the heap would grow to the size of all logits.
     """
 
     @staticmethod
     def forward(ctx, h, weight, bias, targets, allowed, temperature):
         m = max(1, LOGITS_AT_ONCE // len(weight))
         buffer = h.new_empty(min(m, len(h)), len(weight))
-        found = h.new_empty(len(h))
+        logp = h.new_empty(len(h))
         totals = h.new_empty(len(h), 1)
         for i in range(0, len(h), m):
             rows = slice(i, i + m)
-            some = None if allowed is None else allowed[rows]
-            logits = logits_in(buffer, h[rows], (weight, bias), temperature, some)
+            can_draw = None if allowed is None else allowed[rows]
+            logits = logits_in(buffer, h[rows], (weight, bias), temperature, can_draw)
             target = logits.gather(1, targets[rows, None])
             # the log of the sum of exponentials, in place
             most = logits.amax(1, keepdim=True)
             totals[rows] = logits.sub_(most).exp_().sum(1, keepdim=True).log_().add_(most)
-            found[rows] = (target - totals[rows])[:, 0]
+            logp[rows] = (target - totals[rows])[:, 0]
         ctx.save_for_backward(h, weight, bias, targets, allowed, totals)
         ctx.temperature = temperature
-        return found
+        return logp
 
     @staticmethod
     def backward(ctx, grad):
@@ -171,8 +170,8 @@ class BufferedLogProb(torch.autograd.Function):
             if allowed is not None:
                 logits = logits.masked_fill(~allowed, -math.inf)
             logp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-            found = iter(torch.autograd.grad(logp, inputs, grad, create_graph=True))
-            of_inputs = [next(found) if need else None for need in ctx.needs_input_grad[:3]]
+            gradients = iter(torch.autograd.grad(logp, inputs, grad, create_graph=True))
+            of_inputs = [next(gradients) if need else None for need in ctx.needs_input_grad[:3]]
             return *of_inputs, None, None, None
 
         needs_h, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -183,9 +182,9 @@ class BufferedLogProb(torch.autograd.Function):
         buffer = h.new_empty(min(m, len(h)), len(weight))
         for i in range(0, len(h), m):
             rows = slice(i, i + m)
-            some = None if allowed is None else allowed[rows]
-            logits = logits_in(buffer, h[rows], (weight, bias), ctx.temperature, some)
-            # of the logits: grad * (one-hot - probability), as in LogProb
+            can_draw = None if allowed is None else allowed[rows]
+            logits = logits_in(buffer, h[rows], (weight, bias), ctx.temperature, can_draw)
+            # the logits' gradient: grad * (one-hot - probability), as in LogProb
             slope = grad[rows, None] / ctx.temperature
             slopes = logits.sub_(totals[rows]).exp_().mul_(-slope)                      # (m, V)
             slopes.scatter_add_(1, targets[rows, None], slope)
@@ -199,9 +198,9 @@ class BufferedLogProb(torch.autograd.Function):
 
 
 def can_buffer(model, h):
-    """Whether BufferedLogProb does for these hidden states (M, C): on a CPU, where there are more
-    logits than one piece and none are kept, with a plain head that nobody listens to (the tape
-    does)."""
+    """Whether BufferedLogProb can be used for hidden states h (M, C): on a CPU, with more logits
+    than one piece, if the backward keeps none of them, and with a plain head without hooks (a tape
+    adds some)."""
     head = model.lm_head
     size = len(h) * len(head.weight)
     kept = torch.is_grad_enabled() and size <= LOGITS_KEPT
@@ -216,7 +215,7 @@ def can_buffer(model, h):
 
 
 def attend_on_cpu(q, k, v, mask, causal, scale):
-    """attend by its formula. On a CPU this is faster than torch's kernel for a single token, and in
+    """model.attend, by its formula. On a CPU this beats torch's kernel for a single token, and in
     bfloat16 for short sequences."""
     # queries that share a key stand side by side, so that no key is copied
     B, nh, T, hs = q.shape
@@ -240,8 +239,8 @@ def attend_on_cpu(q, k, v, mask, causal, scale):
 
 @contextlib.contextmanager
 def casts_kept(model):
-    """Around decoding. autocast keeps its casts of weights that ask for gradients; it would cast
-    frozen ones, such as LoRA's base, again for each token."""
+    """Around decoding: let autocast keep its casts of frozen weights, such as LoRA's base. It keeps
+    only casts of weights with requires_grad, and would cast frozen ones again for each token."""
     frozen = [p for p in getattr(model, "parameters", tuple)() if not p.requires_grad]
     try:
         for p in frozen:

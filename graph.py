@@ -1,19 +1,18 @@
 """
-Decoding on a GPU: a token of all rows as one CUDA graph. It does what rollout.decode does, and is
-only faster.
+Decoding on a GPU, one CUDA graph per token of all rows: rollout.decode, only faster.
 
 To read a token and draw the next one, a model launches some three hundred small kernels, and on a
 GPU launching them takes longer than running them. A CUDA graph launches all of them at once, but
-it can only repeat the same shapes at the same addresses. So what a step works with is kept between
-calls, and there is a graph for each size: a number of rows, and of tokens that are read, both
-rounded up. Rows that have ended are read until the next look, their results ignored.
+it can only repeat the same shapes at the same addresses. So a step's tensors are kept between
+calls, and each size has its graph: a number of rows and a number of tokens to read, both rounded
+up. A row that has ended is still read until the next check; its results are ignored.
 
-Before a run uses it, run/precision.py compares it with plain float32. What it does not take is
-decoded by rollout.decode: environments, truncated sampling, a model that is not the policy or not a
-model.GPT. Without a GPU the same step runs without a graph, as in the tests.
+Before a run uses it, run/precision.py compares it with plain float32. rollout.decode still serves
+environments, truncated sampling, and a model that is not the policy or not a model.GPT. Without a
+GPU, as in the tests, the same step runs without a graph.
 
-Shapes: B prompts of width P, N rows, n of which the step reads, T tokens of a completion, W tokens
-of a row that are read, C channels, V = vocab_size. See model.py.
+Shapes: B prompts of width P, N rows, of which a step reads n, T tokens of a completion, W tokens
+that a step sees of a row, C channels, V = vocab_size. See model.py.
 """
 import copy
 import functools
@@ -28,20 +27,20 @@ from fast import has_half_product
 from model import GPT, Cache
 from rollout import decode, draw, drop_finished, generate
 
-CHUNK = 16      # tokens between two looks at which rows have ended, each of which waits for the GPU
-ROWS = 32       # the fewest that a graph reads
-WIDTH = 64      # the fewest tokens of a row
-MOST = 32       # graphs; a step of a further size runs without one
-BLOCK = 128     # tokens of the vocabulary that are summed before one of them is looked for
+CHUNK = 16      # tokens between two checks for ended rows; each check waits for the GPU
+ROWS = 32       # the fewest rows of a graph
+WIDTH = 64      # the fewest tokens of a row in a graph
+MOST = 32       # graphs; a step of any further size runs without one
+BLOCK = 128     # tokens of the vocabulary; draw_by_blocks sums each block, then looks into one
 
 # ------------------------------------------------------------------------------------------------
 # from logits to a token
 
 
 def draw_by_blocks(probs, u):
-    """Draw a token per row by inverting the CDF in two steps, a block of tokens and one of them:
-    probs (n, V) with V a multiple of BLOCK, u (n,) uniform in [0, 1) -> ids (n,). It reads probs
-    once, and never draws a token of probability 0."""
+    """Draw a token per row by inverting the CDF in two steps, first a block of tokens, then a token
+    in it: probs (n, V) with V a multiple of BLOCK, u (n,) uniform in [0, 1) -> ids (n,). It reads
+    probs once, and never draws a token of probability 0."""
     blocks = probs.view(len(probs), -1, BLOCK)
     sums = blocks.sum(-1)                                                       # (n, V / BLOCK)
     block = draw(sums, u)[:, None]                                              # (n, 1)
@@ -57,8 +56,8 @@ def draw_by_blocks(probs, u):
 
 
 def sample(logits, u, temperature):
-    """Draw a token per row by numbers u (n,) from logits (n, V) in float32 -> the tokens (n,),
-    their log-probs (n,), the entropies (n,)."""
+    """Draw a token per row by random numbers u (n,) from logits (n, V) in float32 -> tokens (n,),
+    their log-probs (n,), entropies (n,)."""
     missing = -logits.shape[1] % BLOCK
     if missing:
         logits = F.pad(logits, (0, missing), value=-math.inf)
@@ -71,12 +70,11 @@ def sample(logits, u, temperature):
 
 
 # ------------------------------------------------------------------------------------------------
-# what a step works with, at addresses that do not change
+# the tensors of a step, at addresses that do not change
 
 
 def size_for(n, least):
-    """n rounded up to one of few sizes: least, and from there on 3, 4, 6, 8, 12, .. halves of
-    it."""
+    """Round n up to one of few sizes: least, then 3/2, 2, 3, 4, 6, .. times as much."""
     size = least
     while size < n:
         size *= 2
@@ -84,9 +82,9 @@ def size_for(n, least):
 
 
 class HalfWeights:
-    """A GPT that shares all weights of another but those of its Linears: these are in bfloat16.
-    Autocast would cast them again for each token of a graph. The head has rows of zeros behind
-    those of the vocabulary, up to a multiple of BLOCK."""
+    """A copy of a GPT with its Linears in bfloat16, which shares all other weights. Autocast would
+    cast the Linears again for each token of a graph. The head's rows are padded with zeros to a
+    multiple of BLOCK."""
 
     def __init__(self, model):
         shared = {id(p): p for p in model.parameters()}
@@ -94,28 +92,28 @@ class HalfWeights:
         self.pairs = []         # (weight in bfloat16, the model's own)
         head = self.model.lm_head
         for layer in (*self.model.h.modules(), *[head] * has_half_product()):
-            for name, own in list(layer.named_parameters(recurse=False)):
+            for name, weight in list(layer.named_parameters(recurse=False)):
                 if isinstance(layer, nn.Linear):
-                    half = own.detach().bfloat16()
+                    half = weight.detach().bfloat16()
                     if layer is head:
-                        half = F.pad(half, (0, 0, 0, -len(own) % BLOCK))
+                        half = F.pad(half, (0, 0, 0, -len(weight) % BLOCK))
                     setattr(layer, name, nn.Parameter(half, requires_grad=False))
-                    self.pairs.append((half[:len(own)], own))
+                    self.pairs.append((half[:len(weight)], weight))
 
     def refresh(self):
-        """Take over the model's weights as they are now."""
-        for half, own in self.pairs:
-            half.copy_(own)
+        """Copy the model's current weights."""
+        for half, weight in self.pairs:
+            half.copy_(weight)
 
 
 @dataclass
 class Window:
     """The first n rows and W tokens of a Memory, as a Cache for GPT.forward."""
     layers: list        # (keys, values) of each layer, (n, nkv, W, hs)
-    length: Tensor      # (1,) tokens that were read; on the device, as forward counts it on
+    length: Tensor      # (1,) tokens read; on the device, where forward advances it
 
     def extend(self, i, k, v):
-        """Write k and v (n, nkv, 1, hs) to layer i, and return all W keys and values of it."""
+        """Write k and v (n, nkv, 1, hs) to layer i -> all its W keys and values."""
         keys, values = self.layers[i]
         keys.index_copy_(2, self.length, k)
         values.index_copy_(2, self.length, v)
@@ -123,11 +121,11 @@ class Window:
 
 
 class Memory:
-    """What was read of N rows with room for S tokens each, and what was drawn since the last
-    look."""
+    """The keys and values of N rows, with room for S tokens each, and the tokens drawn since the
+    last check."""
 
     def __init__(self, prompts, N, S):
-        """prompts: a Cache like those that will be loaded."""
+        """prompts: a Cache with the shape of those to load."""
         self.N = N
         self.S = S
         self.dtype = prompts.layers[0].dtype
@@ -138,10 +136,10 @@ class Memory:
             shape = (N, kv.shape[2], S, kv.shape[4])
             self.layers.append((kv.new_zeros(shape), kv.new_zeros(shape)))
         self.seen = zeros(N, S, dtype=torch.bool)           # the attention mask
-        self.length = zeros(1, dtype=torch.long)            # tokens that were read
-        self.ids = zeros(N, 1, dtype=torch.long)            # the next one
+        self.length = zeros(1, dtype=torch.long)            # tokens read
+        self.ids = zeros(N, 1, dtype=torch.long)            # the next token to read
 
-        # of the tokens since the last look
+        # the tokens drawn since the last check: how many, their noise, their numbers
         self.t = zeros(1, dtype=torch.long)
         self.noise = zeros(N, CHUNK)
         self.drawn = {"token": zeros(N, CHUNK, dtype=torch.long), "logp": zeros(N, CHUNK),
@@ -168,9 +166,9 @@ class Memory:
 
 
 def write(r, rows, t, drawn, ends):
-    """Write tokens t, t + 1, .. of these rows, (n, k) each, and what is known of them, into r. A
-    row that has ended gets nothing."""
-    # which of them come before the end, or are it?
+    """Write tokens t, t + 1, .. of these rows with their numbers, (n, k) each, into r. Rows that
+    have ended stay as they are."""
+    # which tokens come before the end, or are the end?
     token = drawn["token"]
     is_end = torch.zeros_like(token, dtype=torch.bool)
     for end in ends:
@@ -193,23 +191,23 @@ def write(r, rows, t, drawn, ends):
 
 
 def read_one(model, ids, attention_mask, layers, length):
-    """Read a token of each row: ids (n, 1), attention_mask (n, W) -> hidden states (n, C). layers,
-    length: of a Window. Called again, it does the same again."""
+    """Read a token of each row: ids (n, 1), attention_mask (n, W) -> hidden states (n, C). layers
+    and length are a Window's. It changes no length, so a second call repeats the first."""
     return model(ids, attention_mask, Window(layers, length.clone()))[:, 0]
 
 
 def capture(function, pool):
-    """What function() launches, as a graph -> a function that launches all of it at once."""
+    """Capture all that function() launches in a graph -> a function that launches it at once."""
     graph = torch.cuda.CUDAGraph()
-    # what other threads do meanwhile, such as NCCL's, is no part of it and no error
+    # other threads, such as NCCL's, may go on meanwhile: they are not captured
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         function()
     return graph.replay
 
 
 class Step:
-    """A function that is called again and again: the first time as it is, which loads its kernels,
-    from the second time on as a graph."""
+    """A function to call again and again: the first call runs it as it is, which loads its kernels,
+    the second captures a graph, and further ones replay that."""
 
     def __init__(self, function, pool):
         self.function = function
@@ -226,15 +224,14 @@ class Step:
 
 
 class Decoder:
-    """rollout.decode for the completions of one GPT. read, sample: the functions of these names,
-    perhaps compiled."""
+    """rollout.decode for one GPT. read, sample: read_one and sample, perhaps compiled."""
 
     def __init__(self, model, read=read_one, sample=sample):
         self.model = model
         self.read = read
         self.sample = sample
-        self.half = None        # HalfWeights, once autocast has asked for them
-        self.now = None         # the GPT that the steps read: the model, or that of `half`
+        self.half = None        # HalfWeights, made at the first call under autocast
+        self.now = None         # the GPT that the steps run: the model, or half.model
         self.memory = None
         self.steps = {}         # {(n, W, temperature): Step}
         self.V = len(model.lm_head.weight)
@@ -242,17 +239,17 @@ class Decoder:
         self.pool = None        # memory that all graphs share, since no two run at once
 
     def prepare(self, prompts, N, S):
-        """Room for N rows of S tokens after a Cache of prompts. New memory has other addresses, so
-        that the graphs are made anew."""
+        """Make room for N rows of S tokens after a Cache of prompts. New memory has new addresses,
+        so the graphs are captured again."""
         old = self.memory
         dtype = prompts.layers[0].dtype
         if old is None or old.dtype != dtype or old.N < N or old.S < S:
             most = (old.N, old.S) if old else (0, 0)
-            self.memory = old = None        # freed before there is a larger one
+            self.memory = old = None        # free it before a larger one is made
             self.steps.clear()
             if self.on_gpu:
                 self.pool = torch.cuda.graph_pool_handle()      # the last one ended with its graphs
-            S = -(-S // 16) * 16            # attention's kernels ask for a multiple
+            S = -(-S // 16) * 16            # attention's kernels need a multiple of 16
             self.memory = Memory(prompts, max(size_for(N, ROWS), most[0]), max(S, most[1]))
 
     def draw(self, h, temperature):
@@ -263,16 +260,16 @@ class Decoder:
         logits[:, self.V:] = -math.inf
         u = m.noise[:n].index_select(1, m.t)[:, 0]
         token, logp, entropy = self.sample(logits, u, temperature)
-        found = {"token": token, "logp": logp, "entropy": entropy}
+        drawn = {"token": token, "logp": logp, "entropy": entropy}
         if self.now.value_head is not None:
-            found["values"] = self.now.value_head(h)
+            drawn["values"] = self.now.value_head(h)
         m.ids[:n, 0] = token
-        for name, x in found.items():
+        for name, x in drawn.items():
             m.drawn[name][:n].index_copy_(1, m.t, x[:, None])
         m.t += 1
 
     def read_and_draw(self, n, W, temperature):
-        """Read the last token of n rows, which have W tokens with it, and draw the next."""
+        """Read the last of W tokens of n rows, and draw the next."""
         m = self.memory
         layers = [(keys[:n, :, :W], values[:n, :, :W]) for keys, values in m.layers]
         h = self.read(self.now, m.ids[:n], m.seen[:n, :W], layers, m.length)    # (n, C)
@@ -280,7 +277,7 @@ class Decoder:
         self.draw(h, temperature)
 
     def step(self, n, W, temperature):
-        """read_and_draw of at least n rows and W tokens."""
+        """read_and_draw for at least n rows and W tokens."""
         size = min(size_for(n, ROWS), self.memory.N), min(size_for(W, WIDTH), self.memory.S)
         key = *size, temperature
         function = functools.partial(self.read_and_draw, *key)
@@ -295,7 +292,7 @@ class Decoder:
         B, P = prompt.shape
         N, T = r.logp.shape
 
-        # the weights of now
+        # the current weights, in bfloat16 under autocast
         self.now = model
         if torch.is_autocast_enabled(prompt.device.type):
             self.half = self.half or HalfWeights(model)
@@ -309,7 +306,7 @@ class Decoder:
         self.memory.load(cache, attention_mask, N // B)
         del cache
 
-        # some tokens, then a look at them: ended rows leave, and those that run fill their places
+        # CHUNK tokens, then a check: rows that still run fill the places of those that have ended
         rows = torch.arange(N, device=prompt.device)    # of r, in the order of the memory
         for start in range(0, T, CHUNK):
             n = len(rows)
@@ -329,7 +326,7 @@ class Decoder:
 
 
 def generate_by_graph(model, **how):
-    """A rollout.generate that decodes by graphs, if the model is a GPT. how: see Decoder."""
+    """rollout.generate, by graphs if the model is a GPT. how: see Decoder."""
     if not isinstance(model, GPT):
         return generate
     return functools.partial(generate, decode=Decoder(model, **how))

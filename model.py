@@ -1,6 +1,6 @@
 """
-GPT by hand: the policy, the reference and, without the causal mask, the trunk of the judge. The
-defaults are GPT-2 (Radford et al. 2019). Other settings give GPT-Neo (Black et al. 2021) and the
+GPT by hand: the policy, the reference and, without the causal mask, the judge's trunk. The defaults
+are GPT-2 (Radford et al. 2019). GPTConfig can also describe GPT-Neo (Black et al. 2021) and the
 blocks of Llama, Qwen2 and Qwen3.
 
 Shapes: B sequences, T tokens, C = n_embd channels, V = vocab_size. Attention has nh heads of hs
@@ -26,8 +26,8 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768
     bias: bool = True             # in Linear and LayerNorm, as in GPT-2
-    causal: bool = True           # False: every token sees every other, and there is no lm_head
-    # where other models differ; Llama sets n_kv_head, n_inner, rms, rope_base, swiglu, bias=False
+    causal: bool = True           # False: every token sees all others; the model has no lm_head
+    # the other families; Llama sets n_kv_head, n_inner, rms, rope_base, swiglu, bias=False
     n_kv_head: int = 0            # heads of keys and values, shared by groups of queries; 0: n_head
     head_dim: int = 0             # 0: n_embd / n_head
     n_inner: int = 0              # width inside the MLP; 0: 4 * n_embd
@@ -72,7 +72,7 @@ def attend(q, k, v, mask, causal, scale):
     nh, T = q.shape[1:3]
     nkv = k.shape[1]
 
-    # short sequences on a CPU by the formula
+    # the formula is faster for short sequences on a CPU
     formula_up_to = 128 if q.dtype == torch.bfloat16 else 1     # tokens, as measured
     if q.device.type == "cpu" and T <= formula_up_to:
         return attend_on_cpu(q, k, v, mask, causal, scale)
@@ -96,7 +96,7 @@ class Attention(nn.Module):
         self.n_kv_head = config.n_kv_head or config.n_head
         self.hs = config.head_dim or config.n_embd // config.n_head
 
-        # one matrix for queries, keys and values, one for what the heads have found
+        # one matrix for queries, keys and values, one to mix the heads' outputs
         qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
         width = (self.n_head + 2 * self.n_kv_head) * self.hs
         self.c_attn = nn.Linear(config.n_embd, width, bias=qkv_bias)
@@ -118,7 +118,7 @@ class Attention(nn.Module):
             k = rotate(k, *rope)
         q, k, v = (y.to(v.dtype).transpose(1, 2) for y in (q, k, v))          # (B, heads, T, hs)
 
-        # behind those of earlier tokens, if these are kept
+        # append k and v to the cache, if there is one
         if extend_cache is not None:
             k, v = extend_cache(k, v)                                         # (B, nkv, S, hs)
         # torch.compile needs a bool: the symbol `T > 1` would break the graph
@@ -157,9 +157,9 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """Hidden states (..., C) -> logits (..., V). On a GPU they are in float32 also under autocast:
-    bfloat16 would round logits near -63, which are GPT-2's, by 0.25."""
-    kind = nn.Linear    # tape.py treats it as one
+    """Hidden states (..., C) -> logits (..., V). On a GPU they are in float32 even under autocast:
+    GPT-2's logits are near -63, where bfloat16 rounds by 0.25."""
+    kind = nn.Linear    # tape.py treats it as a Linear
 
     def forward(self, h):
         if not h.is_cuda:
@@ -174,13 +174,13 @@ class Cache:
     """Keys and values of the tokens so far, so that each token is computed once."""
 
     def __init__(self, S):
-        self.S = S              # tokens of a sequence that there is room for
-        self.length = 0         # tokens that are in it
+        self.S = S              # room, in tokens of a sequence
+        self.length = 0         # tokens stored
         self.layers = []        # keys and values of each layer, (2, B, nkv, S, hs)
 
     def extend(self, i, k, v):
-        """Append k and v (B, nkv, T, hs) to layer i and return all keys and values that it has."""
-        # room for all tokens at once: to grow is to copy
+        """Append k and v (B, nkv, T, hs) to layer i -> all its keys and values."""
+        # room for all tokens at once, since growing would copy
         if i == len(self.layers):
             B, nkv, _, hs = k.shape
             self.layers.append(k.new_zeros(2, B, nkv, self.S, hs))
@@ -200,7 +200,7 @@ class Cache:
         return copy
 
     def keep(self, rows):
-        """Keep only these sequences (n,), in this order. Copy only those whose place changes."""
+        """Keep only these sequences (n,), in this order. Copy only those that move."""
         n = len(rows)
         moved = (rows != torch.arange(n, device=rows.device)).nonzero()[:, 0]
         for i, kv in enumerate(self.layers):
@@ -210,7 +210,7 @@ class Cache:
 
 class GPT(nn.Module):
     """The model up to its hidden states: the vocabulary head is expensive, and few tokens need it.
-    `model.lm_head(model(idx))` is (B, T, V). rollout.py lists what it asks of a policy."""
+    `model.lm_head(model(idx))` is (B, T, V). rollout.py lists what a policy must provide."""
 
     def __init__(self, config):
         super().__init__()
@@ -227,7 +227,7 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = norm(config)
 
-        # GPT-2's start: what flows from block to block is no larger in a deeper model
+        # GPT-2's initialisation: in a deeper model each block adds less to the residual stream
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 depth = 2 * config.n_layer if name.endswith("c_proj.weight") else 1
@@ -238,16 +238,16 @@ class GPT(nn.Module):
             self.lm_head = Head(config.n_embd, config.vocab_size, bias=False)
             if config.tied:
                 self.lm_head.weight = self.wte.weight
-        self.value_head = None      # or a critic's
+        self.value_head = None      # a critic puts its own here
 
     def forward(self, idx, attention_mask=None, cache=None):
         """Token ids idx (B, T) -> hidden states (B, T, C).
 
         cache: from new_cache. It holds the tokens before these, and afterwards these as well.
-        attention_mask (B, S), of the tokens in the cache and these: False on padding, which no
-        token sees and which is not counted as a position. None: no padding.
+        attention_mask (B, S), for the tokens in the cache and these: False on padding, which other
+        tokens do not see and which takes up no position. None: not padded.
         """
-        # where does each token stand, and which others does it see?
+        # at which position is each token, and which others does it see?
         T = idx.shape[1]
         start = 0 if cache is None else cache.length
         column = start + torch.arange(T, device=idx.device)                         # (T,)
@@ -270,10 +270,10 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def positions_and_mask(self, idx, attention_mask, start, column):
-        """The positions (B, T) of tokens in columns `column` (T,), the first of which is
-        `start`, and what each sees, (B, 1, T, S). The mask is None where plain causal attention (or
-        full attention, in the judge) is right."""
-        # the usual case: no padding, and no mask but torch's own
+        """Positions (B, T) of the tokens in columns `column` (T,), which begin at `start`, and the
+        mask (B, 1, T, S) of what each token sees. The mask is None where plain causal attention
+        (in the judge, full attention) is right."""
+        # the usual case: not padded, and torch's own mask will do
         B, T = idx.shape
         if attention_mask is None:
             S = start + T
@@ -283,7 +283,7 @@ class GPT(nn.Module):
                 return column.expand(B, T), None
             attention_mask = torch.ones(B, S, dtype=torch.bool, device=idx.device)
 
-        # of a row with two columns of padding:
+        # for example a row with two columns of padding:
         #     attention_mask      0 0 1 1 1
         #     pos                 0 0 0 1 2
         #     query 3 sees        . . x x .     itself and what is before it, never padding
@@ -297,22 +297,22 @@ class GPT(nn.Module):
         return pos, mask[:, None]
 
     def windowed(self, mask, column):
-        """The mask of local layers, whose tokens in columns `column` (T,) see only the last
-        `window` positions."""
+        """The mask for local layers: tokens in columns `column` (T,) see only the last `window`
+        positions."""
         if mask is None or not self.config.local_layers:
             return mask
         key = torch.arange(mask.shape[-1], device=mask.device)                      # (S,)
         return mask & (key > column[:, None] - self.config.window)
 
     def embed(self, idx, pos):
-        """The first block's input (B, T, C), and with rotary positions their cos and sin."""
+        """The first block's input (B, T, C), and the cos and sin of rotary positions, or None."""
         x = self.wte(idx)                                                           # (B, T, C)
         if not self.config.rope_base:
             return x + self.wpe(pos), None
 
-        # rotary: angles of each position, slower from channel to channel
+        # rotary: angles grow with the position, more slowly from channel to channel
         hs = self.h[0].attn.hs
-        dtype = torch.promote_types(x.dtype, torch.float32)  # also under autocast
+        dtype = torch.promote_types(x.dtype, torch.float32)  # even under autocast
         channel = torch.arange(0, hs, 2, device=idx.device, dtype=dtype)
         frequency = 1 / self.config.rope_base ** (channel / hs)                     # (hs / 2,)
         if self.config.rope_scaling:
@@ -325,4 +325,4 @@ class GPT(nn.Module):
         return Cache(S)
 
 
-Policy = GPT    # the class of every policy that is made here or read from a file: see rollout.py
+Policy = GPT    # the class of every policy made here or read from a file; see rollout.py

@@ -3,9 +3,9 @@ Rollouts: sampling completions, and the log-probs of what was sampled.
 
 A policy, a torch.nn.Module, must provide:
 
-    policy(ids, attention_mask)   ids (B, T) -> hidden states (B, T, C), each of its token and those
-                                  before it. attention_mask (B, T) is False on padding, which is on
-                                  the left and must change nothing; None: no padding
+    policy(ids, attention_mask)   ids (B, T) -> hidden states (B, T, C); each may depend on its own
+                                  token and earlier ones. attention_mask (B, T) is False on padding,
+                                  which is on the left and must change nothing; None: not padded
     policy.lm_head(h)             hidden states (..., C) -> logits (..., V); an nn.Linear
     policy.block_size             the most tokens of a prompt with its completion
 
@@ -14,18 +14,17 @@ Optional:
     policy.new_cache(S)           an empty cache with room for S tokens of each sequence. Without
                                   it, every new token re-reads the whole prefix
     policy(ids, mask, cache)      reads ids after the tokens in the cache, then adds them to it;
-                                  the mask is that of both
+                                  the mask covers both
     cache.repeat(n, S)            a cache with n copies of each sequence side by side
     cache.keep(rows)              keeps only these sequences (n,), in this order
     policy.value_head(h)          a critic's values (...) of hidden states (..., C)
 
-It is in eval mode throughout, also where it is trained: a Dropout in it does nothing, since trainer
-and sampler must agree about every token.
+It stays in eval mode, even in training: a Dropout in it does nothing, since trainer and sampler
+must agree about every token.
 
-Influence asks that all trained weights are in layers that tape.py knows. A whole run asks for a
-class, which model.Policy names: policy = Policy(config), from a model.GPTConfig, and policy.config
-is that again. Sampling is compiled (extras/compiled) and policies are exported (extras/hub) only of
-a model.GPT.
+Influence needs all trained weights in layers that tape.py knows. A whole run needs a class, which
+model.Policy names: Policy(config) makes a policy from a model.GPTConfig, and policy.config returns
+it. Only a model.GPT can be sampled compiled (extras/compiled) or exported (extras/hub).
 
 Shapes: B prompts of width P (left-padded), N = B * num_generations completions of at most T tokens,
 V = vocab_size, C channels, n completions that still run, M sampled tokens of all completions. A
@@ -53,7 +52,7 @@ class Rollout:
     tokens: Tensor              # (N, P + T) ids
     attention_mask: Tensor      # (N, P + T) False on the prompt's padding
     completion_mask: Tensor     # (N, T) True on the completion's tokens, the end token included
-    sampled_mask: Tensor        # (N, T) True on those that the policy sampled
+    sampled_mask: Tensor        # (N, T) True on tokens that the policy sampled
     logp: Tensor                # (N, T) log-prob of each sampled token; 0 elsewhere
     entropy: Tensor             # (N, T) of the distribution sampled from, in nats; 0 elsewhere
     ended: Tensor               # (N,) False where the completion is truncated at T tokens
@@ -70,7 +69,7 @@ class Rollout:
         return Rollout(**columns)
 
     def resized(self, P, T):
-        """The rollout with P columns for prompts, no fewer than it has, and T for
+        """The rollout with P columns for prompts, at least as many as it has, and T for
         completions: the first ones, or padding after the last."""
         old_T = self.logp.shape[1]
         old_P = self.tokens.shape[1] - old_T
@@ -83,7 +82,7 @@ class Rollout:
             return F.pad(x, (*channels, left, T - old_T))
 
         rollout = self.map(resize)
-        rollout.attention_mask[:, P:] = True    # it is False on the prompt's padding alone
+        rollout.attention_mask[:, P:] = True    # only the prompt's padding is False
         return rollout
 
     def completions(self, eos):
@@ -96,16 +95,16 @@ class Rollout:
         return [[i for i in ids if i >= 0] for ids in tokens.tolist()]
 
     def record(self, rows, t, token, logp, entropy, values, ends):
-        """Write token t of these rows, and what is known of it, (n,) each. A row that has ended
-        gets nothing; a token of an environment stays."""
-        # the policy's token, but where the row has ended or an environment has written
+        """Write token t of these rows with its numbers, (n,) each. Rows that have ended stay as
+        they are, and so do an environment's tokens."""
+        # the policy's token, unless the row has ended or an environment has written
         column = self.tokens.shape[1] - self.logp.shape[1] + t
         running = ~self.ended[rows]
         sampled = running & self.sampled_mask[rows, t]
         self.tokens[rows, column] = torch.where(sampled, token, self.tokens[rows, column])
         self.completion_mask[rows, t] = running
 
-        # what the trainer will ask for; 0 where nothing was drawn
+        # what the trainer will need; 0 where nothing was drawn
         self.logp[rows, t] = logp.masked_fill(~sampled, 0)
         self.entropy[rows, t] = entropy.masked_fill(~sampled, 0)
         if values is not None:
@@ -147,9 +146,9 @@ def concatenate(rollouts):
 
 
 class Sampling(NamedTuple):
-    """How tokens are sampled. What follows temperature are rules of truncate, whose defaults keep
-    all tokens; each has a setting of its name."""
-    eos: tuple              # tokens that end a completion; the first one fills what follows it
+    """How tokens are sampled. The fields after temperature are rules of truncate; their defaults
+    keep all tokens. Each field but eos is a setting of the same name."""
+    eos: tuple              # tokens that end a completion; the first one pads what follows it
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -157,27 +156,26 @@ class Sampling(NamedTuple):
 
     @property
     def truncates(self):
-        """Whether a rule is not its default: the trainer is then told which tokens were
-        allowed."""
+        """True if any truncation is on. The trainer then needs the mask of allowed tokens."""
         return self != Sampling(self.eos, self.temperature)
 
 
 def truncate(logits, sampling):
-    """Logits (N, V) with -inf where a rule of Sampling allows no token: top-k, then top-p, then
-    min-p. At least one token is allowed."""
-    # no less likely than the k-th
+    """Set logits (N, V) to -inf where a rule of Sampling forbids the token: top-k, then top-p, then
+    min-p. At least one token stays allowed."""
+    # at least as likely as the k-th
     if sampling.top_k:
         weakest = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < weakest, -math.inf)
 
-    # as few as add up to top_p: what stands before a token has less
+    # the fewest that add up to top_p: a token stays if those before it add up to less
     if sampling.top_p < 1:
         ordered, order = logits.sort(descending=True)
         probs = ordered.softmax(-1)
         drop = probs.cumsum(-1) - probs >= sampling.top_p
         logits = logits.masked_fill(drop.scatter(1, order, drop), -math.inf)
 
-    # not far less likely than the likeliest
+    # at least min_p times as likely as the likeliest
     if sampling.min_p > 0:
         likeliest = logits.amax(-1, keepdim=True)
         least = likeliest + math.log(sampling.min_p)
@@ -200,15 +198,15 @@ def draw(probs, u):
 
 
 def sample_token(model, h, r, rows, t, u, sampling):
-    """Draw token t of rows (n,) from the hidden states h (n, C) before it, by numbers u (n,), and
-    write it into r with what is known of it."""
+    """Draw token t of rows (n,) from the hidden states h (n, C) before it, by random numbers u
+    (n,), and write it into r with its log-prob and entropy."""
     # how likely is each token to come next? -inf where truncation rules it out
     logits = model.lm_head(h).float() / sampling.temperature                        # (n, V)
     if r.allowed is not None:
         logits = truncate(logits, sampling)
         r.allowed[rows, t] = logits > -math.inf
 
-    # draw one. By hand, since softmax and log_softmax would each read and write all V again
+    # draw one, by hand, since softmax and log_softmax would each read and write all V again
     logits = logits - logits.amax(-1, keepdim=True)
     weights = logits.exp()
     total = weights.sum(-1)                         # weights / total are the probabilities
@@ -229,8 +227,8 @@ CHECK_EVERY = {"cpu": 1, "cuda": 16}    # tokens; a check for finished rows sync
 
 
 def read_prompts(model, prompt, attention_mask, num_generations, S):
-    """Read prompts (B, P) once for all of their completions -> hidden states (N, C) that the first
-    tokens are sampled from, and a cache (or None) with room for S tokens."""
+    """Read prompts (B, P) once for all of their completions -> the hidden states (N, C) before the
+    first tokens, and a cache (or None) with room for S tokens."""
     if not hasattr(model, "new_cache"):
         cache = None
         h = model(prompt, attention_mask)
@@ -242,15 +240,15 @@ def read_prompts(model, prompt, attention_mask, num_generations, S):
 
 
 def read_last(model, ids, attention_mask, cache):
-    """Read the last of ids (n, S), all of which are read again without a cache -> the hidden states
-    (n, C) that the next token is sampled from."""
+    """Read the last of ids (n, S), or all of them if there is no cache -> the hidden states (n, C)
+    before the next token."""
     if cache is None:
         return model(ids, attention_mask)[:, -1]
     return model(ids[:, -1:], attention_mask, cache)[:, -1]
 
 
 def drop_finished(rows, cache, ended):
-    """Drop those of the rows (n,) that have ended, from the cache too -> the others."""
+    """Drop rows (n,) that have ended, from the cache too -> the rows that still run."""
     running = ~ended[rows]
     n = int(running.sum())
     if n == len(rows):
@@ -266,7 +264,7 @@ def drop_finished(rows, cache, ended):
 def decode(model, prompt, attention_mask, r, noise, sampling, respond=None):
     """Fill in r, the empty rollout of prompts (B, P).
 
-    attention_mask (B, P): False on the prompts' padding, or None where no prompt is padded.
+    attention_mask (B, P): False on the prompts' padding. None: the prompts are not padded.
     respond(r, rows, t, column) is called when token t of rows (n,) is recorded in r.tokens[:,
     column]. An environment may write its tokens after it, and say which rows have ended.
     """
@@ -319,22 +317,22 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
              respond=None, decode=decode, **sampling):
     """Sample num_generations completions of every prompt (lists of ids of any lengths) -> Rollout.
 
-    The noise is one uniform number per row and token, drawn up front from `seed` on the CPU: the
-    same on every device and for every batch_size (completions sampled at once; 0: all), which
-    changes memory only.
+    The noise is one uniform number per row and token, drawn first, from `seed`, on the CPU: the
+    same on every device. batch_size, the number of completions sampled at once (0: all), changes
+    only memory.
     part: a slice of the prompts to complete. Concatenating all parts gives what one call for all
     prompts returns.
-    respond(first, r, rows, t, column): as for decode, where row 0 of r is row `first` of all. What
-    it writes is read like any other token, but has no log-prob and ends no completion.
-    decode: decode, or what does the same faster (graph.py).
-    sampling: eos and the other fields of Sampling.
+    respond(first, r, rows, t, column): as for decode, but row 0 of r is row `first` of all. The
+    policy reads the tokens that it writes; they have no log-prob and never end a completion.
+    decode: decode, or a faster function that does the same (graph.py).
+    sampling: the fields of Sampling.
     """
     sampling = Sampling(**sampling)
     check_prompts(prompts, model.block_size - max_new_tokens)
     G = num_generations
     weight = model.lm_head.weight                                                   # (V, C)
 
-    # all prompts count for the noise and for the width, so that a part gets what the whole would
+    # draw the noise and pad for all prompts, so that a part gets the same numbers as the whole
     first, end, _ = (part or slice(None)).indices(len(prompts))
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(len(prompts) * G, max_new_tokens, generator=generator)
@@ -343,7 +341,7 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     prompt = prompt[first:end]                                                      # (B, P)
     attention_mask = attention_mask[first:end]
 
-    # what is filled in, token by token
+    # an empty rollout, to be filled in token by token
     r = empty_rollout(prompt, attention_mask, G, max_new_tokens, sampling.eos[0])
     if sampling.truncates:
         r.allowed = torch.ones(*r.logp.shape, len(weight), dtype=bool, device=weight.device)
@@ -353,13 +351,13 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     # as many prompts at once as memory allows, each with all of its completions
     at_once = max(1, batch_size // G) if batch_size else len(prompts)
     for b in range(0, len(prompt), at_once):
-        some = slice(b, b + at_once)
+        piece = slice(b, b + at_once)
         rows = slice(b * G, (b + at_once) * G)      # views of r, filled in place
-        shortest = min(len(ids) for ids in prompts[first:end][some])
-        mask = attention_mask[some] if shortest < prompt.shape[1] else None
+        shortest = min(len(ids) for ids in prompts[first:end][piece])
+        mask = attention_mask[piece] if shortest < prompt.shape[1] else None
         answer = functools.partial(respond, (first + b) * G) if respond else None
         with casts_kept(model):
-            decode(model, prompt[some], mask, r[rows], noise[rows], sampling, answer)
+            decode(model, prompt[piece], mask, r[rows], noise[rows], sampling, answer)
 
     # an environment may have written tokens after the end
     r.sampled_mask &= r.completion_mask
@@ -371,23 +369,23 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
 # log-probs of a rollout
 
 class States(NamedTuple):
-    """What predicts the M sampled tokens of a rollout."""
+    """The hidden states that predict the M sampled tokens of a rollout."""
     h: Tensor           # (M, C) hidden states before each token
     targets: Tensor     # (M,) the tokens
-    allowed: Tensor     # (M, V) those that truncated sampling could draw, or None
+    allowed: Tensor     # (M, V) tokens that truncated sampling could draw, or None
     where: tuple        # two index tensors (M,): the places in (N, T)
 
 
 def completion_states(model, rollout):
     """Run a model over a rollout -> States. A prompt's last token predicts the first sampled one.
-    Columns are left out that are padding in all rows, or that follow all sampled tokens."""
+    Skip columns that are padding in all rows, or that follow all sampled tokens."""
     attention_mask = rollout.attention_mask
     sampled = rollout.sampled_mask
     if len(sampled) == 0:
         raise ValueError("the rollout has no rows")
 
-    # from the first column that is no padding, to the last sampled token of any row. The three
-    # numbers in one transfer, since each waits for a GPU
+    # from the first column with a token to the last sampled token of any row. One transfer for the
+    # three numbers, since each transfer waits for the GPU
     P = attention_mask.shape[1] - sampled.shape[1]
     first = attention_mask.any(0).long().argmax()
     T = sampled.any(0).cumsum(0).argmax() + 1
@@ -400,7 +398,7 @@ def completion_states(model, rollout):
     input_mask = attention_mask[:, first:P + T - 1] if padded else None
     h = model(tokens[:, :-1].contiguous(), input_mask)[:, -T:]                      # (N, T, C)
 
-    # of the sampled tokens alone: the vocabulary head is expensive
+    # only those before sampled tokens: the vocabulary head is expensive
     where = sampled.nonzero(as_tuple=True)
     allowed = None if rollout.allowed is None else rollout.allowed[where]
     return States(h[where], tokens[:, -T:][where], allowed, where)
@@ -410,8 +408,8 @@ def at_sampled_tokens(function, model, rollout, temperature, states):
     """Apply function(logits (m, V), targets (m, 1)) -> (m, 1) at the M sampled tokens of a rollout
     -> (N, T), 0 elsewhere.
 
-    The logits are those of the distribution that the tokens are sampled from: divided by the
-    temperature and, with truncated sampling, over the tokens that were allowed (M, V).
+    The logits describe the distribution that was sampled from: they are divided by the temperature
+    and, with truncated sampling, are -inf for tokens that were not allowed.
     """
     def piece(h, targets, allowed):
         logits = model.lm_head(h).float()                                           # (m, V)
@@ -421,30 +419,30 @@ def at_sampled_tokens(function, model, rollout, temperature, states):
             logits = logits.masked_fill(~allowed, -math.inf)
         return function(logits, targets[:, None])
 
-    # in pieces that fit into memory, then back to where the tokens stand
+    # in pieces that fit into memory, then back to the tokens' places
     h, targets, allowed, where = states or completion_states(model, rollout)
-    found = in_pieces(piece, len(model.lm_head.weight), h, targets, allowed)[:, 0]      # (M,)
-    return found.new_zeros(rollout.logp.shape).index_put(where, found)
+    values = in_pieces(piece, len(model.lm_head.weight), h, targets, allowed)[:, 0]     # (M,)
+    return values.new_zeros(rollout.logp.shape).index_put(where, values)
 
 
 def completion_logprobs(model, rollout, temperature=1.0, states=None):
     """The log-probs (N, T) of a rollout's sampled tokens, in float32; 0 elsewhere. states:
-    what completion_states returns, if something else is computed from it too."""
-    # log_prob is logits.log_softmax(-1).gather(1, targets), with less memory and in less time
+    from completion_states, if the caller has them already."""
+    # log_prob is logits.log_softmax(-1).gather(1, targets), in less memory and time
     states = states or completion_states(model, rollout)
     h, targets, allowed, where = states
     if not can_buffer(model, h):
         return at_sampled_tokens(log_prob, model, rollout, temperature, states)
 
-    # many logits on a CPU: the same in one buffer
+    # many logits on a CPU: the same, in one buffer
     head = model.lm_head
-    found = BufferedLogProb.apply(h, head.weight, head.bias, targets, allowed, temperature)
-    return found.new_zeros(rollout.logp.shape).index_put(where, found)
+    logp = BufferedLogProb.apply(h, head.weight, head.bias, targets, allowed, temperature)  # (M,)
+    return logp.new_zeros(rollout.logp.shape).index_put(where, logp)
 
 
 def completion_entropies(model, rollout, temperature=1.0, states=None):
-    """The entropies (N, T), in nats and with gradient, of the distributions that a rollout's
-    tokens are sampled from; 0 elsewhere. states: as in completion_logprobs."""
+    """The entropies (N, T), in nats and with gradient, of the distributions from which a
+    rollout's tokens were sampled; 0 elsewhere. states: as in completion_logprobs."""
     def entropies(logits, targets):
         logp = logits.log_softmax(-1)
         finite = logp.masked_fill(logp == -math.inf, 0)

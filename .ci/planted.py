@@ -342,7 +342,7 @@ MISTAKES = [
         ("noise of another row", "noise[rows, t], sampling)", "noise[rows.roll(1), t], sampling)")),
     *of("fast.py",
         "test_own_model.py::test_a_step_and_its_influence_are_those_of_each_completion_alone",
-        ("no token in a log-prob's gradient", "found.scatter_add_(1, targets, grad)", "found")),
+        ("no token in a log-prob's gradient", "slopes.scatter_add_(1, targets, grad)", "found")),
     *of("rollout.py", "test_rollout.py::test_forced_tokens_stand_where_they_were_put",
         ("an environment's end token ends a row", "|= sampled & (token == end)",
          "|= self.tokens[rows, column] == end")),
