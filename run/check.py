@@ -157,17 +157,6 @@ def wrong_influence(cfg):
         f"loss_type = {cfg.loss_type!r} divides by the tokens of a micro-batch: set num_iterations "
         "= 1 with influence, or take dapo")
 
-    # leave-one-out: what is scored must be a multiple of the rollout's log-prob
-    one_step = cfg.mini_batch_size in (0, cfg.num_prompts * cfg.num_generations)
-    # advantages, or weights of a loss, that may be one for each token
-    by_token = cfg.critic or {"advantage", "objective", "divide"} & set(cfg.functions)
-    is_multiple = one_step and not cfg.door("policy_tokens") and not by_token
-    knows_part = cfg.tracin in ("off", "self") or is_multiple and cfg.tracin != "target"
-    yield cfg.tracin_leave_one_out and (cfg.tracin_val_prompts or not knows_part), (
-        "tracin_leave_one_out = True: a rollout's own part is known only with tracin_val_prompts "
-        "= 0 and with tracin = 'self', or with a target of log-probs, mini_batch_size = 0, "
-        "top_entropy_quantile = 1 and critic = False")
-
     # held-out rollouts
     of_val = cfg.tracin_val_size or cfg.tracin_val_reward or cfg.tracin_val_select != "random"
     yield of_val and not cfg.tracin_val_prompts, (

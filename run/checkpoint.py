@@ -116,7 +116,8 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
         base_hash=base_hash, shape=asdict(setup.policy.config), policy=weights,
         optimizer=state_of(setup.optimizer), optimizer_name=name_of(setup.optimizer),
         reference=setup.reference.state_dict() if cfg.ref_model_sync_steps else None,
-        influence=setup.target_average.state(), seen=setup.seen, has_read=setup.has_read,
+        influence=setup.target_average and setup.target_average.state(), seen=setup.seen,
+        has_read=setup.has_read,
         after=changes_of(cfg), replay=replay_state(setup), memory=setup.memory,
         changes=setup.changes, settings=cfg.public(), random=random_state(),
         **{name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
@@ -210,7 +211,7 @@ def load_checkpoint(path, setup, cfg):
 
         # the target's average, if the target is still of the same kind
         state = content["influence"]
-        if cfg.tracin == content["settings"]["tracin"] != "off" and state["average"]:
+        if setup.target_average and state and cfg.tracin == content["settings"]["tracin"]:
             setup.target_average.load_state(state, setup.trained)
 
         # what `after` has made of the settings, and what it remembers

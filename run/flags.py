@@ -270,7 +270,7 @@ def problems_of_influence(m, cfg, dtype):
             "the target's rollouts are too few: the gradients of its two halves have cosine "
             f"{m['tracin/target_cosine']:.2f}; raise num_prompts, or tracin_val_prompts and "
             "tracin_val_size")
-    if m["tracin/self_share"] > 0.5 and is_small and not cfg.tracin_leave_one_out:
+    if m["tracin/self_share"] > 0.5 and is_small and not cfg.door("without_own_part"):
         yield "self", (
             "the rollouts' own parts in the target add up to "
             f"{m['tracin/self_share']:.2f} times all influence: set tracin_leave_one_out = True")

@@ -336,7 +336,7 @@ class Meter:
         self.influences.append(found.scores.influence)
         metrics = influence_metrics(found)
         metrics |= first_layers(self.setup.policy, found.target.gradient)
-        if self.cfg.tracin_target_ema:
+        if self.setup.target_average:
             metrics["tracin/target_age"] = self.setup.target_average.age
         self.count({name: (x, 1) for name, x in metrics.items()})
         self.num_empty += not found.selection.weights.any()

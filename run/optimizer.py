@@ -161,9 +161,6 @@ def make_optimizer(policy, cfg):
         several = list(made) if isinstance(made, (list, tuple)) else [made]
         check_made(several, named_parameters)
         optimizer = made if isinstance(made, torch.optim.Optimizer) else Several(several)
-        if cfg.tracin_adam and type(optimizer) is not torch.optim.AdamW:
-            raise BadInput("tracin_adam = True: measures by the moments of torch.optim.AdamW, and "
-                           f"optimizer made {shown(made)}: set tracin_adam = False")
 
     # warm-up and decay scale the rate that a group has now
     for group in optimizer.param_groups:

@@ -2,6 +2,7 @@
 A run around its loop: folder, logs, checkpoints, evaluations, signals. The loop is grpo.train.
 """
 import contextlib
+import copy
 import math
 import os
 import statistics
@@ -169,7 +170,7 @@ class Run:
         if self.done is None or self.has_stepped:
             return "what was saved last is kept, and the same command continues"
         set_random_state(self.random)
-        self.setup.target_average.age, self.setup.target_average.total = self.average
+        self.setup.target_average = self.average
         self.setup.seen = self.seen
         try:
             if self.saved != self.done:
@@ -182,8 +183,7 @@ class Run:
         """What is in memory is a whole iteration: remember what changes before the next step."""
         self.has_stepped = False
         self.random = random_state()
-        average = self.setup.target_average
-        self.average = average.age, average.total
+        self.average = copy.copy(self.setup.target_average)
         self.seen = {i: list(groups) for i, groups in self.setup.seen.items()}
 
     def step_begins(self, *_):

@@ -164,25 +164,18 @@ class Settings(*settings_of_extras()):
     max_grad_norm: Live[float] = 1.0    # gradients are scaled down to this norm; 0: never
 
     # influence: learn from the rollouts that lower a target's loss (docs/influence.md). self: the
-    # batch's own; reward, advantage: log-prob times it; contrastive: better half up, other down;
-    # target: the config file's function (policy, tokenizer, batch), which should rise
-    tracin: Literal["off", "self", "reward", "advantage", "contrastive", "target"] = "off"
+    # batch's own; reward, advantage: log-prob times it; target: the config file's function (policy,
+    # tokenizer, batch), which should rise. contrastive is in extras/variants
+    tracin: Literal["off", "self", "reward", "advantage", "target"] | Variant = "off"
     tracin_val_prompts: int = 0         # held-out prompts to sample as target; 0: the batch itself
-    # which rollouts are kept (tracin.py). bottom to top_reward are controls; weigh: the config
-    # file's function (influence, batch), which returns a factor for each rollout
-    tracin_select: Literal["positive", "drop", "top", "bottom", "random", "top_advantage",
-                           "top_reward", "all", "weigh"] = "positive"
-    tracin_fraction: Live[Share] = 0.5  # drop: share of the negative ones; top: share kept of all
+    # which rollouts are kept; weigh: the config file's function (influence, batch), which returns a
+    # factor for each. More, and controls, are in extras/variants
+    tracin_select: Literal["positive", "all", "weigh"] | Variant = "positive"
     # seldom
     tracin_val_size: int = 0            # rollouts of the held-out prompts to keep; 0: all
     # which of those: random ones, those of the highest or the lowest rewards, half of each
     tracin_val_select: Literal["random", "best", "worst", "balanced"] = "random"
     tracin_val_reward: str | None = None    # judge or function for those; None: reward_funcs
-    tracin_target_ema: Decay = 0.0      # decay per step of the target gradient's average; 0: off
-    tracin_leave_one_out: bool = False  # subtract a rollout's influence on itself
-    tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
-    # all: the kept gradient as it is; norm: made as long as the gradient of all rollouts
-    tracin_normalizer: Literal["all", "norm"] = "all"
 
     # evaluation: same prompts and seed each time, without top-k, top-p and min-p
     eval_interval: Harmless[int] = 50   # iterations; 0: only before and after

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-import tracin
 from common.device import autocast, machine, pick_device, pick_dtype
 from data.prompts import load_prompts
 from judge import load_judge
@@ -32,7 +31,7 @@ class Setup:
     generate: Any                 # rollout.generate, or one that decodes faster
     policy_fn: Any                # the policy, compiled if cfg.compile says so (never for a tape)
     reference_fn: Any             # the reference, likewise
-    target_average: tracin.Average      # of the target's gradient, over steps
+    target_average: Any     # of the target's gradient, over steps; None: none
     # {index of a prompt: [rewards of a group, ...]}, oldest first; for the config file's choose
     seen: dict = field(default_factory=dict)
     # what the config file's `after` keeps: rollouts to learn from again, and what it remembers
@@ -115,6 +114,7 @@ def read_inputs(cfg, may_train=True):
 
 def new_setup(cfg, inputs, policy, reference, optimizer):
     """The Setup of what was made and what was read: nothing is compiled, and no reward is in it."""
+    average = cfg.door("average")
     return Setup(
         policy=policy, base=inputs.base, reference=reference, judges=inputs.judges,
         reward_funcs={},
@@ -122,7 +122,7 @@ def new_setup(cfg, inputs, policy, reference, optimizer):
         tokenizer=inputs.tokenizer, prompts=inputs.prompts, eval_prompts=inputs.eval_prompts,
         val_prompts=inputs.val_prompts, device=inputs.device, dtype=inputs.dtype,
         generate=generate, policy_fn=policy, reference_fn=reference,
-        target_average=tracin.Average(cfg.tracin_target_ema))
+        target_average=average and average(cfg))
 
 
 # ------------------------------------------------------------------------------------------------

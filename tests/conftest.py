@@ -25,7 +25,7 @@ if "TEST_BFLOAT16" in os.environ:
 
 import rollout  # noqa: E402
 from common.files import read_text  # noqa: E402
-from worlds import printed, seed_of, settled, write_comments  # noqa: E402
+from worlds import printed, seed_of, settled, skip_for, write_comments  # noqa: E402
 
 TINY = ["--device=cpu", "--max_completion_length=8", "--num_prompts=4", "--num_generations=4",
         "--num_eval_prompts=4", "--num_eval_generations=3", "--prompt_words=(2, 4)",
@@ -72,6 +72,8 @@ def run_grpo(tiny):
 
     def start(out_dir, *argv):
         argv = list(map(str, argv))
+        pairs = [arg[2:].partition("=") for arg in argv if arg.startswith("--")]
+        skip_for(**{name: value for name, _, value in pairs})
         configs = [read_text(path) for path in argv if path.endswith(".py")]
         judges = [] if any("judge =" in text for text in configs) else tiny.judges
         return printed(grpo.main, [*tiny.flags, *judges, f"--out_dir={out_dir}", *argv])

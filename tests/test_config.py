@@ -62,7 +62,7 @@ FLAGS = [
     ("--reward_funcs=judge", ("judge",)), ("--prompt_words=[2, 3]", (2, 3)),
     ("--out_dir=a=b", "a=b"), ("--out_dir=7", "7"), ("--comments=None", None),
     ("--policy='a.pt'", "a.pt"),
-    ("--tracin_adam", True), ("--log_micro=FALSE", False)]
+    ("--mask_truncated_completions", True), ("--log_micro=FALSE", False)]
 
 
 def test_a_flag_has_the_type_of_its_setting_and_the_last_one_counts(write):
@@ -106,8 +106,6 @@ def test_settings_that_do_not_go_together_are_refused():
 --tracin_val_reward=judge | tracin_val_reward | tracin_val_prompts
 --tracin=target
 --tracin_select=weigh
---tracin=reward --tracin_leave_one_out=True --critic=True | critic
---tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2 | tracin_leave_one_out
 --tracin=reward --tracin_val_prompts=2 --tracin_val_size=1 | tracin_val_size
 --stop_strings=('x',)
 """)

@@ -15,11 +15,11 @@ import tracin
 from common.files import ROOT
 from common.script import asked_for
 from grpo import collect, collect_iteration, group_advantages, prepare, try_functions, update
-from run.optimizer import load_state, make_optimizer
+from run.optimizer import load_state
 from run.settings import GIVEN, load_settings
 from worlds import (
     WORD_PROMPTS, WORDS, assert_near, assert_refused, gradient, inputs_of, letters, read_rows,
-    refusal, setup_of, skip_for, steps_of, untimed_metrics, word_gpt, words, world)
+    refusal, setup_of, skip_for, skip_without, steps_of, untimed_metrics, word_gpt, words, world)
 
 PAGE = open(f"{ROOT}/docs/doors.md", encoding="utf-8").read()
 EXAMPLES = [code.removeprefix("python\n") for code in PAGE.split("```")[1::2]]
@@ -266,8 +266,9 @@ def test_the_eps_of_adamw_is_a_setting():
 
 
 def test_tracin_adam_refuses_another_optimizer():
+    skip_without("variants")
     cfg = with_function("optimizer", sgd, tracin="reward", tracin_adam=True)
-    assert_refused("tracin_adam", make_optimizer, word_gpt(), cfg)
+    assert_refused("tracin_adam", steps_of, *word_world(cfg), cfg)
 
 
 # ------------------------------------------------------------------------------------------------

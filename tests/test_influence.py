@@ -18,10 +18,10 @@ from grpo import collect, update
 from loss import Step, loss_of
 from rollout import completion_entropies, completion_logprobs
 from run.check import check
-from tracin import Average, HeldOut, choose_targets, select, target_coefficients
+from tracin import HeldOut, choose_targets, select, target_coefficients
 from worlds import (
     PROMPTS, TOKENIZER, assert_close, generator_of, gradient, number_gpt, refusal, settings,
-    setup_of, shaken, steps_of, whole_step)
+    setup_of, shaken, skip_for, skip_without, steps_of, whole_step)
 
 # 2 prompts of 8 completions
 ROWS = 16
@@ -213,6 +213,7 @@ def test_nothing_selected_is_no_step():
     ("contrastive", [NAN, .3, .3, .3], [0] * 4), ("contrastive", [NAN] * 3, [0] * 3)])
 def test_coefficients_of_targets(kind, rewards, expected):
     """Times the number of rows. The advantages are the rewards."""
+    skip_for(tracin=kind)
     n = len(rewards)
     rewards = torch.tensor(rewards, dtype=torch.float32)
     batch = SimpleNamespace(rewards=rewards, advantages=rewards.clone())
@@ -286,7 +287,7 @@ def test_the_target_is_averaged_over_steps():
     assert m["tracin/target_age"] == 2
     agree(batches[1].influence, g @ expected, "influences on the average")
 
-    average = Average(.5)
+    average = cfg.door("average")(cfg_of(tracin_target_ema=.5))
     for g, expected, share in (([1.0, 0], [1, 0], 1), ([0.0, 1], [1 / 3, 2 / 3], 2 / 3),
                                ([-9.0, -9], [-9, -9], 1)):
         found, of_newest = average.update({0: torch.tensor(g)})
@@ -297,12 +298,14 @@ def test_the_target_is_averaged_over_steps():
 def test_influence_in_steps_of_adamw():
     """What AdamW multiplies with, also with two groups of parameters. In the first step the second
     moment is the squared gradient of all rows and of the rest; a row's own part is scaled alike."""
+    skip_without("variants")
+    from extras.variants.tracin_adam import adam_scale
     a, b = trained = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
     groups = [dict(params=[a], betas=(0.0, .9)), dict(params=[b], betas=(0.0, .99), eps=.1)]
     optimizer = torch.optim.AdamW(groups, lr=1.0, weight_decay=0.0)
     for _ in range(3):
         slope = {p: torch.randn(3) for p in trained}
-        scale = tracin.adam_scale(optimizer, slope)
+        scale = adam_scale(optimizer, slope)
         expected = {p: p.detach() - slope[p] * scale[p] for p in trained}
         for p in trained:
             p.grad = slope[p]
@@ -331,20 +334,23 @@ def test_influence_in_steps_of_adamw():
     ("top", 0.0, []), ("bottom", .5, [1, 4, 6]), ("drop", 1.0, [0, 2, 3, 5]),
     ("drop", .34, [0, 1, 2, 3, 5, 7, 8, 9])])
 def test_select(how, fraction, rows):
+    skip_for(tracin_select=how)
     influence = torch.tensor([3.0, -1, 0, 2, -5, 1, -2, -.5, -.1, -.2])
-    keep, fallback = select(influence, how, fraction)
+    keep, fallback = select(influence, how, cfg=SimpleNamespace(tracin_fraction=fraction))
     assert keep.nonzero()[:, 0].tolist() == rows and not fallback
 
 
 def test_controls_keep_as_many_as_positive_does():
+    skip_without("variants")
     influence = torch.tensor([3.0, -1, 2, -5, 1, -2])
-    advantages = torch.tensor([.1, -2, .3, 1, -.2, 0])
-    rewards = torch.tensor([1, 5, NAN, 2, 3, 0])
-    for how, rows in dict(bottom=[1, 3, 5], top_advantage=[1, 2, 3], top_reward=[1, 3, 4]).items():
-        keep, _ = select(influence, how, .5, None, advantages, rewards)
-        assert keep.nonzero()[:, 0].tolist() == rows, how
+    batch = SimpleNamespace(row_advantages=torch.tensor([9, .1, -2, .3, 1, -.2, 0]),
+                            rewards=torch.tensor([9, 1, 5, NAN, 2, 3, 0]))
+    rows = torch.arange(1, 7)
+    for how, kept in dict(bottom=[1, 3, 5], top_advantage=[1, 2, 3], top_reward=[1, 3, 4]).items():
+        keep, _ = select(influence, how, batch=batch, rows=rows, generator=None)
+        assert keep.nonzero()[:, 0].tolist() == kept, how
     generator = generator_of(1)
-    drawn = torch.stack([select(influence, "random", .5, generator)[0] for _ in range(50)])
+    drawn = torch.stack([select(influence, "random", generator=generator)[0] for _ in range(50)])
     assert (drawn.sum(1) == 3).all() and (drawn.sum(0) > 10).all(), "it has favourites"
 
 

@@ -30,6 +30,7 @@ from classroom import added_code, judge_influence, judge_shares, open_world, pic
 import grpo
 import tracin
 from extras.explain.words import logprob_changes, pieces_of
+from extras.variants.tracin_adam import adam_scale
 from loss import loss_of
 from rollout import completion_logprobs
 from tape import Tape, cosine, inner
@@ -199,7 +200,7 @@ print(f"AdamW on one rollout alone: correlation with influence {agree:.2f}; the 
 
 # %%
 setup.optimizer.state.clear()
-scale = tracin.adam_scale(setup.optimizer, target)          # 1 / sqrt(v), after a step on all
+scale = adam_scale(setup.optimizer, target)          # 1 / sqrt(v), after a step on all
 influence_adam = tape.dot({p: g * scale[p] for p, g in target.items()})         # (N,)
 its_part = []
 for gradient in alone:

@@ -66,7 +66,7 @@ def own_parts(recording, scores):
 def scored_against(scored, cfg, j):
     """{parameter: tensor}: what the rollout at position j of the step is scored against."""
     scores = scored.found.scores
-    if not cfg.tracin_leave_one_out:
+    if not cfg.door("without_own_part"):
         return scores.direction
     i = int(scored.recording.step.rows[j])
     itself = torch.arange(len(scores.coef), device=scores.raw.device) == i

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
 
-from common.kinds import Live, Positive, ShareAbove0, Temperature, Variant
+from common.kinds import (
+    Decay, Live, Positive, Share, ShareAbove0, Temperature, Variant)
 from common.variants import variant
 
 
@@ -23,6 +24,13 @@ class VariantSettings:
     use_bias_correction_kl: bool | None = None
     # policy gradient on this most uncertain share of the tokens
     top_entropy_quantile: Live[ShareAbove0] = 1.0
+    # drop: share of the rollouts of negative influence; top: share kept of all
+    tracin_fraction: Live[Share] = 0.5
+    tracin_target_ema: Decay = 0.0      # decay per step of the target gradient's average; 0: off
+    tracin_leave_one_out: bool = False  # subtract a rollout's influence on itself
+    tracin_adam: bool = False           # measure with AdamW's scaling, 1 / (sqrt(v) + eps)
+    # all: the kept gradient as it is; norm: made as long as the gradient of all rollouts
+    tracin_normalizer: Literal["all"] | Variant = "all"
 
     def doors(self):
         """{name: what stands there in place of the core's}."""
@@ -33,12 +41,20 @@ class VariantSettings:
             found |= vars(variant("loss_type", self.loss_type))
         if self.importance_sampling_level != "token":
             found["importance"] = variant(
-                "importance_sampling_level", self.importance_sampling_level)
+            "importance_sampling_level", self.importance_sampling_level)
         if self.multi_objective_aggregation != "sum_then_normalize":
             found["advantage"] = variant(
-                "multi_objective_aggregation", self.multi_objective_aggregation)
+            "multi_objective_aggregation", self.multi_objective_aggregation)
         if self.top_entropy_quantile < 1:
             found["policy_tokens"] = variant("top_entropy_quantile", "least_sure")
+        if self.tracin_target_ema:
+            found["average"] = variant("tracin_target_ema", "Average")
+        if self.tracin_adam:
+            found["scale"] = variant("tracin_adam", "adam_scale")
+        if self.tracin_leave_one_out:
+            found["without_own_part"] = variant("tracin_leave_one_out", "without_own_part")
+        if self.tracin_normalizer != "all":
+            found["normalizer"] = variant("tracin_normalizer", self.tracin_normalizer)
         if self.use_bias_correction_kl is not None or self.kl_estimator == "k2":
             found["corrects_kl"] = bool(self.use_bias_correction_kl)
         return found
@@ -72,3 +88,14 @@ class VariantSettings:
         yield self.use_bias_correction_kl and (
             self.kl_in == "reward" or self.kl_estimator == "k2"), (
             "use_bias_correction_kl = True: is for kl_in = 'loss' with k1 or k3")
+
+        # leave-one-out: what is scored must be a multiple of the rollout's log-prob
+        one_step = self.mini_batch_size in (0, self.num_prompts * self.num_generations)
+        # advantages, or weights of a loss, that may be one for each token
+        by_token = self.critic or {"advantage", "objective", "divide"} & set(self.functions)
+        is_multiple = one_step and not self.door("policy_tokens") and not by_token
+        knows_part = self.tracin in ("off", "self") or is_multiple and self.tracin != "target"
+        yield self.tracin_leave_one_out and (self.tracin_val_prompts or not knows_part), (
+            "tracin_leave_one_out = True: a rollout's own part is known only with "
+            "tracin_val_prompts = 0 and with tracin = 'self', or with a target of log-probs, "
+            "mini_batch_size = 0, top_entropy_quantile = 1 and critic = False")
