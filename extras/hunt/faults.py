@@ -125,8 +125,7 @@ FAULTS = [
         "a token is missing in every completion but the longest, where it wraps. "
         "--debug_step=True shows that it is the last one.",
         tokens_without_loss,
-        (("rollout.py", "r.sampled_mask &= r.completion_mask"),
-         ("loss.py", "    mask = b.loss_mask\n"))),
+        (("loss.py", "    mask = b.loss_mask\n"),)),
     Fault(
         "It drifts away from the text it knew. With a higher beta it only drifts faster.",
         "loss", "loss.py",
@@ -196,7 +195,7 @@ FAULTS = [
         "advantage_max or advantage_min are beyond 2.47, the most that one of 8 rewards can be "
         "away from their mean.",
         mean_of_a_group,
-        (("grpo.py", "    r = rewards.view(-1, num_generations)"),)),
+        (("grpo.py", "advantages = group_advantages(rewards, cfg.num_generations"),)),
     Fault(
         "Nothing is ever clipped, however many passes I make over a batch.",
         "loss", "loss.py",
@@ -236,8 +235,7 @@ FAULTS = [
         "below 0.3 a warning says so. tracin/target_advantage_min of the first iteration is above "
         "0. --tracin_val_select=worst changes nothing.",
         contrast,
-        (("tracin.py", 'num_worst = {"best": 0, "balanced"'),
-         ("tracin.py", "return torch.cat([order[:size - num_worst]")), INFLUENCE),
+        (("tracin.py", "return torch.randperm(n, generator=generator)[:size or n]"),), INFLUENCE),
     Fault(
         "With influence on, the reward hardly moves.",
         "influence", "tracin.py",
