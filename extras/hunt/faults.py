@@ -247,5 +247,5 @@ FAULTS = [
         "tracin/mean_ip is below 0 from the first iteration: to learn from all rollouts would harm "
         "the target, although both want the same reward. tracin/positive_ratio is below 0.3.",
         mean_influence_below_0,
-        (("tracin.py", "products = self.tape.dot(direction)"),
-         ("tracin.py", "return (self.policy_coef * products)[self.step.rows]")), INFLUENCE)]
+        (("tracin.py", "value = (r - r.mean()) / (r.std() + 1e-4)"),
+         ("tracin.py", "scalar = (coef[rows].view(len(rows), -1) * ratio).sum()")), INFLUENCE)]
