@@ -22,9 +22,9 @@ Optional:
 It stays in eval mode, even in training: a Dropout in it does nothing, since trainer and sampler
 must agree about every token.
 
-Influence needs all trained weights in layers that tape.py knows. A whole run needs a class, which
-model.Policy names: Policy(config) makes a policy from a model.GPTConfig, and policy.config returns
-it. Only a model.GPT can be sampled compiled (extras/compiled) or exported (extras/hub).
+Influence needs the large trained matrices in layers that tape.py knows. A whole run needs a class,
+which model.Policy names: Policy(config) makes a policy from a model.GPTConfig, and policy.config
+returns it. Only a model.GPT can be sampled compiled (extras/compiled) or exported (extras/hub).
 
 Shapes: B prompts of width P (left-padded), N = B * num_generations completions of at most T tokens,
 V = vocab_size, C channels, n completions that still run, M sampled tokens of all completions. A

@@ -21,6 +21,8 @@ then, summed over tokens,
     Linear      g_i = b_i^T a_i     so <g_i, t> = b_i . (t a_i), and g_i need not be formed
     Embedding   the same, if a_i are one-hot vectors: b_i is added to the embeddings of these ids
     vectors     (biases, weights of norms) g_i is no larger than b_i, and is formed at once
+    any other   (norms, factors, tables of positions by others) likewise, by autograd on each row
+                alone: the layer is computed again
 A matrix that is embedding and head (tied) has g_i = g_embedding + g_head, each against the same t.
 
 How a and b are seen: by hooks, so that the model stays as it is and may be anybody's. A forward
@@ -35,11 +37,13 @@ gradient is {parameter: tensor}.
 """
 import functools
 import weakref
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 # ------------------------------------------------------------------------------------------------
 # gradients {parameter: tensor}
@@ -103,33 +107,55 @@ def norm(module, name, x, b):
     return vector(b * normalise(x.to(wide(b.dtype)), module.normalized_shape, eps=module.eps))
 
 
+def turned(module, name, x, b):
+    pair = linear(module, name, x, b)
+    return pair if name == "bias" else pair[::-1]
+
+
 # To add a kind of layer, write a function of this kind. From the layer's input x and the gradient b
 # of its output it returns, for the parameter called `name`, the pair (b, a) of a Record
-KINDS = {nn.Linear: linear, nn.Embedding: embedding, nn.LayerNorm: norm, nn.RMSNorm: norm}
+KINDS = {nn.Linear: linear, nn.Embedding: embedding, nn.LayerNorm: norm, nn.RMSNorm: norm,
+         "transformers.pytorch_utils.Conv1D": turned}       # a Linear whose matrix is (in, out)
 PLAIN = {"max_norm": None, "scale_grad_by_freq": False}     # of an Embedding
+FORMED = 2 ** 27    # numbers that all rows' gradients of one parameter may have: 0.5 GB
+LISTS = (nn.ParameterList, nn.ParameterDict)
 
 
-def kind_of(module):
-    """The function of KINDS for a layer, or None. A class of one's own says `kind = nn.Linear` if
-    it computes the same as nn.Linear (model.Head)."""
-    return KINDS.get(getattr(module, "kind", type(module)))
+def kind_of(module, trained):
+    """The function of KINDS for a layer, or None: see each_alone. A class of one's own says `kind =
+    nn.Linear` if it computes the same as nn.Linear (model.Head)."""
+    kind = getattr(module, "kind", type(module))
+    several = len(getattr(module, "normalized_shape", [1])) > 1     # dimensions of a norm's weight
+    if several or not trained.keys() <= {"weight", "bias"}:
+        return None
+    return KINDS.get(kind) or KINDS.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
-def oddity(module, trained):
-    """Why the rule of a layer's kind does not hold for this one, or ""."""
-    for name, value in PLAIN.items():
-        if getattr(module, name, value) != value:
-            return f"{name} = {getattr(module, name)}"
-    if len(getattr(module, "normalized_shape", [1])) > 1:
-        return f"a mean over several dimensions, {tuple(module.normalized_shape)}"
-    if any(p.is_complex() for p in trained.values()):
-        return "complex weights"
-    return ""
+def each_alone(module, name, inputs, b):
+    """The gradient of one parameter by each row, (k, *p.shape), and the output of each row alone,
+    (k, ..), whatever the module computes. inputs: (args, kwargs) of its call, of which a row gets
+    its own entry of tensors (k, ..), and the rest. b (k, ..): the gradient of the output."""
+    leaves, form = tree_flatten(inputs)
+    of_rows = [i for i, x in enumerate(leaves)
+               if torch.is_tensor(x) and x.dim() > 0 and len(x) == len(b)]
+
+    def product(p, of_row, b):
+        given = list(leaves)
+        for i, x in zip(of_rows, of_row):
+            given[i] = x[None]
+        args, kwargs = tree_unflatten(given, form)
+        # a parameter of two names gets a gradient by each
+        out = torch.func.functional_call(module, {name: p}, args, kwargs, tie_weights=False)[0]
+        return (out * b).sum(), out
+
+    p = attrgetter(name)(module).detach()
+    alone = torch.func.grad(product, has_aux=True)
+    return torch.vmap(alone, in_dims=(None, 0, 0))(p, [leaves[i] for i in of_rows], b)
 
 
 class Layer(NamedTuple):
     name: str
-    kind: Any       # one of the functions in KINDS
+    kind: Any       # one of the functions in KINDS; None: each_alone
     trained: dict   # {its name in the layer: parameter}
 
 
@@ -137,29 +163,38 @@ def trained_parameters(model):
     return {p: name for name, p in model.named_parameters() if p.requires_grad}
 
 
-def trained_layers(model):
+def own_parameters(module):
+    """{name: parameter} of a module, and of the lists and dicts in it, which are never called."""
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    for name, child in module.named_children():
+        if isinstance(child, LISTS):
+            own |= child.named_parameters(name, recurse=False)
+    return own
+
+
+def trained_layers(model, num_rows):
     """{module: Layer} of those with trained parameters. ValueError for what the tape cannot do."""
     layers = {}
     for name, module in model.named_modules():
         name = name or "model"
-        own = module.named_parameters(recurse=False, remove_duplicate=False)
-        trained = {k: p for k, p in own if p.requires_grad}
-        if not trained:
+        trained = {k: p for k, p in own_parameters(module).items() if p.requires_grad}
+        if not trained or isinstance(module, LISTS):
             continue
-
-        # a layer whose rule is known, and which is what it says
-        kind = kind_of(module)
-        if kind is None or not trained.keys() <= {"weight", "bias"}:
-            refuse(name,
-                   f"the tape does not know the gradient of {module}: use torch's own Linear, "
-                   "Embedding, LayerNorm, RMSNorm, freeze it, or add it to tape.KINDS")
-        odd = oddity(module, trained)
-        if odd:
-            refuse(name, f"{module} has {odd}, of which the tape does not know the gradient: do "
-                         "without, or freeze the layer")
-        if module._forward_hooks or any(p._backward_hooks for p in trained.values()):
+        for option, value in PLAIN.items():
+            if getattr(module, option, value) != value:
+                refuse(name, f"{module} has {option} = {getattr(module, option)}, which changes "
+                             "more than its own rows: do without, or freeze the layer")
+        if any(p.is_complex() for p in trained.values()):
+            refuse(name, f"{module} has complex weights: freeze the layer")
+        hooks = module._forward_hooks or module._forward_pre_hooks
+        if hooks or any(p._backward_hooks for p in trained.values()):
             refuse(name, "has a hook, which may change its output or gradient: remove it")
-        layers[module] = Layer(name, kind, trained)
+        layer = Layer(name, kind_of(module, trained), trained)
+        size = num_rows * max(p.numel() for p in trained.values())
+        if layer.kind is None and size > FORMED:
+            refuse(name, f"{module} is no layer of tape.KINDS, so each row's gradient would be "
+                         f"formed, {size:,} numbers in all: freeze it, or add it there")
+        layers[module] = layer
     return layers
 
 
@@ -169,11 +204,12 @@ def trained_layers(model):
 
 class Record(NamedTuple):
     """A parameter's gradient from one call of its layer: the sum of outer products b_t a_t^T over
-    its entries, which are tokens; those of a vector are rows. An Embedding's matrix has a row for
-    each id, so there the ids take the place of b, and the gradient of the output that of a."""
+    its entries, which are tokens. An Embedding's matrix has a row for each id, so there the ids
+    take the place of b, and the gradient of the output that of a. Where g_i is formed its entries
+    are rows, b_t is g_i in a line, and a_t is 1."""
     rows: Tensor    # (m,) the row of each entry
-    b: Tensor       # (m, out); of an Embedding ids (m,), which stand for one-hot vectors
-    a: Tensor       # (m, in); of a vector 1 (m, 1)
+    b: Tensor       # (m, out), or (m, numel); of an Embedding ids (m,) instead of one-hot vectors
+    a: Tensor       # (m, in), or 1 (m, 1)
     version: int    # of both, which counts changes in place
 
     def rounded(self, dtype):
@@ -218,9 +254,14 @@ def entries_by_row(rows, everyone):
     return {x: order.indices.split(n) for x, order, n in zip(rows, found, counts)}
 
 
+def matrix_of(p, a):
+    """p (out, in), or (numel, 1) where a, of a Record of it, says that g_i is formed."""
+    return p.view(-1, a.shape[1])
+
+
 def add_outer(total, b, a):
     """total += the sum of b_t a_t^T."""
-    total = total.view(len(total), -1)      # a vector is a matrix of one column
+    total = matrix_of(total, a)
     if not b.is_floating_point():
         total.index_add_(0, b, a.to(total.dtype))
     elif total.dtype == b.dtype:
@@ -231,7 +272,7 @@ def add_outer(total, b, a):
 
 def products(b, a, target):
     """<b_t a_t^T, target> of each entry (m,). target: of the same parameter."""
-    target = target.view(len(target), -1)
+    target = matrix_of(target, a)
     if not b.is_floating_point():
         x = F.embedding(b, target).mul_(a)
     elif len(target) > target.shape[1]:       # the other way round is smaller: the vocabulary head
@@ -249,6 +290,12 @@ def outside(name, grad):
     refuse(name, "used outside its layer, or in a compiled model, where the tape cannot see it")
 
 
+def computed_again():
+    """Whether a forward is each_alone's, in a backward."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and torch._C._are_functorch_transforms_active()
+
+
 def observe_gradient(out, callback):
     """callback(gradient of out) when the backward gets there. Return a view of out: whoever
     changes that in place (relu_) leaves the hook where it is."""
@@ -260,40 +307,78 @@ def observe_gradient(out, callback):
     return torch.ops.aten._unsafe_view(out, out.shape)
 
 
+def tensors_in(inputs):
+    return [x for x in tree_flatten(inputs)[0] if torch.is_tensor(x)]
+
+
+def version_of(inputs):
+    """Counts changes in place."""
+    return sum(x._version for x in tensors_in(inputs))
+
+
 class Call:
     """One call of a layer, to be recorded when the backward gets to it."""
 
-    def __init__(self, tape, layer, module, x):
+    def __init__(self, tape, layer, module, inputs, x, out):
         # weak: whoever keeps a loss keeps its hooks, and with them this, but not all records
         self.tape = weakref.proxy(tape)
         self.layer = layer
         self.module = module
-        self.rows = tape.rows_of(layer, module, x)      # (k,) of each entry of x's first dimension
-        self.x = x.detach()                             # None: recorded
-        self.version = x._version
+        self.shape = tuple(x.shape)
+        self.rows = tape.rows_of(module, x, out)    # (k,) of each entry of x's first dimension
+        # a layer of a known kind needs x alone, others all that they were given. None: recorded
+        self.inputs = x.detach()
+        self.out = None
+        if layer.kind is None:
+            self.inputs = tree_map(lambda x: x.detach() if torch.is_tensor(x) else x, inputs)
+            if layer.name not in tape.gaps:
+                self.out = out.detach().clone()
+        self.version = version_of(self.inputs)
         self.dtype = None       # of records, where a layer (model.Head) leaves autocast's
         if torch.is_autocast_enabled(x.device.type):
             self.dtype = torch.get_autocast_dtype(x.device.type)
 
+    def pair(self, name, b):
+        """(b, a) of a Record of one of the layer's parameters. b: the gradient of the output."""
+        if self.layer.kind is not None:
+            return self.layer.kind(self.module, name, self.inputs, b)
+
+        # each row again, alone. At the first call, is its output what it was?
+        try:
+            with torch.autocast(b.device.type, self.dtype, enabled=self.dtype is not None):
+                g, again = each_alone(self.module, name, self.inputs, b)
+        except (RuntimeError, ValueError) as error:
+            refuse(self.layer.name, f"cannot be computed for each row alone: {str(error)[:150]}")
+        if self.out is not None:
+            gap = (again - self.out).norm() / (self.out.norm() + 1e-30)
+            self.tape.gaps[self.layer.name] = gap.float()       # see check_alone
+        g = g.flatten(1)
+        return g, g.new_ones(len(g), 1)
+
     def record(self, b):
         """b: the gradient of the layer's output."""
-        # is x what the layer was given, and not counted yet?
-        if self.x is None:
+        # is this what the layer was given, and not counted yet? Whose is it?
+        if self.inputs is None:
             refuse(self.layer.name, "a second backward of the same forward would count twice: add "
                                     "the losses up, or see backward_summed")
-        if self.x._version != self.version:
+        if version_of(self.inputs) != self.version:
             refuse(self.layer.name, "its input was changed in place before the backward")
+        if self.rows is None:
+            n = len(self.tape.numbers)
+            refuse(self.layer.name, f"its input {self.shape} does not tell which of {n} rows is "
+                                    "whose. Look positions up as (1, T), wpe(arange(T)[None]); for "
+                                    "flattened tokens see Tape.rows")
 
         # the weights of this layer, one by one
         tape = self.tape
         for name, p in self.layer.trained.items():
-            found = needed(self.rows, *self.layer.kind(self.module, name, self.x, b))
+            found = needed(self.rows, *self.pair(name, b))
             if tape.summing:
                 add_outer(tape.sum[p], found.b, found.a)
             else:
                 tape.keep(p, found.rounded(self.dtype))
         if not tape.summing:
-            self.x = None
+            self.inputs = self.out = None
             tape.done = True
 
 
@@ -302,13 +387,16 @@ class Call:
 
 
 AT_ONCE = 2 ** 22   # numbers in the gradients of single rows that are formed before they are used
+MIXED = 0.02        # relative difference of outputs that bfloat16 does not explain
 
 
 class Tape:
-    """The backward of some rows, recorded in one or several micro-batches, of any model whose
-    parameters are those of layers in KINDS. Rows are numbered 0, 1, .., num_rows - 1.
+    """The backward of some rows, recorded in one or several micro-batches, of any model. Its large
+    matrices are those of layers in KINDS; of others a gradient for each row must fit into memory.
+    Rows are numbered 0, 1, .., num_rows - 1.
 
     Rows are the first dimension of what a layer is given; for other layers see `flat` of rows().
+    Positions may be looked up once for all, as (1, T): the lookup then returns them for each row.
     Each forward has one backward, and rows() is called before the next forward. The tape forms the
     gradients, so that .grad is None after the block: set p.grad before optimizer.step(). Records
     hold every layer's input and its output's gradient.
@@ -316,9 +404,9 @@ class Tape:
     tensors in place over processes.
 
     What the tape cannot handle it refuses by name. Only check_exact notices dropout, a loss or a
-    model that mixes rows, or sorts them and puts them back, hooks on all modules of torch, inputs
-    with time first (T, B, C), and relative positions looked up as (T, T) where T is the number of
-    rows.
+    model that mixes rows outside its layers, or sorts them and puts them back, hooks on all modules
+    of torch, inputs with time first (T, B, C), and relative positions looked up as (T, T) where T
+    is the number of rows.
     """
 
     def __init__(self, model, num_rows, all_reduce=lambda tensors: None):
@@ -326,7 +414,7 @@ class Tape:
         self.num_rows = num_rows
         self.all_reduce = all_reduce
         self.names = trained_parameters(model)
-        self.layers = trained_layers(model)         # {module: Layer}
+        self.layers = trained_layers(model, num_rows)   # {module: Layer}
         self.device = next(model.parameters()).device
         self.everyone = torch.arange(num_rows, device=self.device)      # rows of a vector's record
 
@@ -337,7 +425,8 @@ class Tape:
         self.done = False       # their backward has begun
 
         # what they leave
-        self.records = {p: [] for p in self.names}
+        self.records = {p: [] for p in self.names}      # {parameter: [Record, ..]}
+        self.formed = {}        # {parameter: Record of all rows}, of gradients that are formed
         self.found = {}         # see entries()
         self.summing = False    # in backward_summed
         self.sum = {}           # its gradient
@@ -365,8 +454,8 @@ class Tape:
         self.given = dict.fromkeys(self.flat, 0)
         self.done = False
 
-    def rows_of(self, layer, module, x):
-        """The row of each entry of x's first dimension: (k,)."""
+    def rows_of(self, module, x, out):
+        """The row of each entry of x's first dimension, and out's: (k,). None: they do not tell."""
         # rows are the first dimension, but where they are flattened
         rows = self.numbers
         if module in self.flat:
@@ -377,12 +466,8 @@ class Tape:
 
         # positions of all rows may have been looked up once, as (T,): then T is no number of rows
         is_lookup = isinstance(module, nn.Embedding)
-        if len(x) != len(rows) or is_lookup and x.dim() == 1 and module not in self.flat:
-            refuse(layer.name,
-                   f"its input {tuple(x.shape)} does not tell which of {len(self.numbers)} rows is "
-                   "whose. Look positions up for each row, wpe(arange(T).expand(B, T)); for "
-                   "flattened tokens see Tape.rows")
-        return rows
+        fits = len(x) == len(out) == len(rows)
+        return rows if fits and (x.dim() > 1 or not is_lookup or module in self.flat) else None
 
     # while a `with` block runs: the hooks
 
@@ -391,15 +476,24 @@ class Tape:
             refuse(name, "frozen or unfrozen after its Tape was made: make a new one")
 
     def check_recorded(self):
-        if len(self.numbers) and not any(self.records.values()):
+        if len(self.numbers) and not any(self.all_records(p) for p in self.names):
             refuse("Tape", "no backward of its model was seen: was a copy of the model called?")
+
+    def check_alone(self):
+        gaps = torch.stack([*self.gaps.values(), torch.zeros((), device=self.device)]).tolist()
+        for name, gap in zip(self.gaps, gaps):
+            if gap > MIXED:
+                refuse(name, f"rows give another output alone, {gap:.0%} apart: it mixes rows or "
+                             "is random. Freeze it, or model.eval()")
 
     def __enter__(self):
         self.check_trained()
         self.handles = []
+        self.gaps = {}      # {name of a layer: relative difference of rows alone and together}
         for module in self.layers:
             self.handles.append(module.register_forward_pre_hook(self.before_forward))
-            self.handles.append(module.register_forward_hook(self.after_forward))
+            self.handles.append(
+                module.register_forward_hook(self.after_forward, with_kwargs=True))
         for p, name in self.names.items():      # called where a .grad is to be made
             self.handles.append(p.register_hook(functools.partial(outside, name)))
         return self
@@ -413,26 +507,32 @@ class Tape:
             self.check_flat()
             self.check_trained()
             self.check_recorded()
+            self.check_alone()
 
     def before_forward(self, module, inputs):
         """Freeze the weights: no .grad is to be made."""
+        if computed_again():
+            return
         layer = self.layers[module]
-        replaced = any(getattr(module, name) is not p for name, p in layer.trained.items())
+        replaced = any(attrgetter(name)(module) is not p for name, p in layer.trained.items())
         if replaced or torch._C._are_functorch_transforms_active():
             refuse(layer.name, "runs in torch.func (functional_call, vmap, ..) or with other "
                                "weights than its own: call the model itself")
         for p in layer.trained.values():
             p.requires_grad_(False)
 
-    def after_forward(self, module, inputs, out):
+    def after_forward(self, module, args, kwargs, out):
         """Keep the input, and have b kept when the backward gets there."""
+        if computed_again():
+            return out
         layer = self.layers[module]
         for p in layer.trained.values():
             p.requires_grad_(True)
         if not torch.is_grad_enabled():     # no backward will come
             return out
-        if len(inputs) != 1:
-            refuse(layer.name, "called by keyword: call layer(x), or the tape does not see x")
+        tensors = tensors_in((args, kwargs))
+        if not torch.is_tensor(out) or not tensors or layer.kind and len(tensors) > 1:
+            refuse(layer.name, "is not given a tensor, or does not return one")
         if torch._C._current_graph_task_id() != -1:
             # within a backward: a checkpoint repeats this forward. Only a reentrant one asks for b
             return observe_gradient(out, lambda b: refuse(
@@ -440,22 +540,34 @@ class Tape:
                 "set use_reentrant=False"))
         if self.done:
             refuse(layer.name, "a forward after a backward of these rows: call rows() before it")
-        return observe_gradient(out, Call(self, layer, module, inputs[0]).record)
+
+        # positions (1, T) of all rows: as if each had looked them up
+        x = tensors[0]
+        k = len(self.numbers)
+        is_lookup = isinstance(module, nn.Embedding) and module not in self.flat
+        if is_lookup and k > 1 and x.shape[:-1] == (1,):
+            x = x.repeat(k, 1)
+            out = out.repeat(k, 1, 1)
+        return observe_gradient(out, Call(self, layer, module, (args, kwargs), x, out).record)
 
     def keep(self, p, found):
         """Add a Record of a parameter."""
         self.found = {}
-        if p.dim() > 1:
+        is_formed = found.b.is_floating_point() and found.b.shape[1] == p.numel()
+        if not is_formed:
             self.records[p].append(found)
             return
         # most parameters are vectors, so each has one record of all rows, to which this one is
         # added: what is asked later is then a call for each vector, not for each micro-batch of it
-        if not self.records[p]:
-            g = found.b.new_zeros(self.num_rows, len(p))
-            self.records[p] = [Record(self.everyone, g, g.new_ones(self.num_rows, 1), version=0)]
-        whole, = self.records[p]
-        whole.b.index_add_(0, found.rows, found.b)
-        self.records[p] = [whole._replace(version=whole.b._version)]
+        if p not in self.formed:
+            g = found.b.new_zeros(self.num_rows, p.numel())
+            self.formed[p] = Record(self.everyone, g, g.new_ones(self.num_rows, 1), version=0)
+        whole = self.formed[p]
+        whole.b.index_add_(0, found.rows, found.b * found.a)
+        self.formed[p] = whole._replace(version=whole.b._version)
+
+    def all_records(self, p):
+        return [*self.records[p], *([self.formed[p]] if p in self.formed else [])]
 
     # a further loss, of which the sum over rows is enough
 
@@ -482,7 +594,7 @@ class Tape:
 
     def read(self, p):
         """(rows, b, a) of each record of a parameter."""
-        for rows, b, a, version in self.records[p]:
+        for rows, b, a, version in self.all_records(p):
             if b._version + a._version != version:
                 refuse(self.names[p], "its layer's input, or the gradient of its output, was "
                                       "changed in place after the backward: give the layer a copy")
@@ -491,7 +603,7 @@ class Tape:
     def entries(self):
         """See entries_by_row. It is asked once for all that was recorded."""
         if not self.found:
-            records = [record for found in self.records.values() for record in found]
+            records = [record for p in self.names for record in self.all_records(p)]
             # layers share the tensor that says whose their tokens are: look at each once
             rows = list(dict.fromkeys(record.rows for record in records))
             self.found = entries_by_row(rows, self.everyone)
@@ -549,14 +661,14 @@ class Tape:
     def by_row(self, p, rows, numbers):
         """One parameter's part of g_i for some rows (k,), whose numbers are also given as a list:
         (k, *p.shape)."""
-        if p.dim() == 1:
-            return self.records[p][0].b[rows]
-
-        # a matrix: outer products, of each row's own tokens
-        records = list(self.read(p))
-        g = torch.zeros(len(rows), *p.shape, dtype=p.dtype, device=p.device)
-        for total, number in zip(g, numbers):
-            for of_record, b, a in records:
+        if p in self.formed:
+            g = self.formed[p].b[rows].view(-1, *p.shape)
+        else:
+            g = torch.zeros(len(rows), *p.shape, dtype=p.dtype, device=p.device)
+        # and outer products, of each row's own tokens
+        records = self.records[p]
+        for total, number in zip(g, numbers if records else []):
+            for of_record, b, a, _ in records:
                 here = self.entries()[of_record][number]
                 if len(here) > 0:       # a row is in one micro-batch, so most records lack it
                     add_outer(total, b[here], a[here])
@@ -567,8 +679,8 @@ class Tape:
         rows = rows.to(self.device)
         numbers = rows.tolist()
         found = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
-        for p, records in self.records.items():
-            if not records:     # p was not used
+        for p in self.names:
+            if not self.all_records(p):     # p was not used
                 continue
             # several rows in a call: on a GPU a call costs more than what it does to a small matrix
             k = max(1, AT_ONCE // p.numel())
