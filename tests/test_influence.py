@@ -32,6 +32,7 @@ NAN = math.nan
 
 def cfg_of(functions=None, tracin_select="positive", tracin="off", **knobs):
     """Settings, also with what the config file's functions are asked for."""
+    skip_for(tracin=tracin, tracin_select=tracin_select)
     cfg = settings(num_generations=8, **knobs)
     return check(replace(cfg, functions=cfg.functions | (functions or {}), tracin=tracin,
                          tracin_select=tracin_select))
@@ -134,6 +135,7 @@ def test_influence_and_step_against_one_backward_per_row(target, held, knobs):
     dict(tracin="self", beta=.1), dict(tracin="advantage"),
     dict(tracin="reward", beta=.1, entropy_coef=.05)])
 def test_leave_one_out_and_self_share(knobs):
+    skip_without("variants")
     cfg = cfg_of(**knobs)
     setup, batch = world_of(cfg)
     g = row_gradients(setup, batch, cfg)
