@@ -9,10 +9,12 @@ import torch
 import grpo
 import tracin
 from common.files import ROOT
-from extras.slider import __main__ as slider
 from run.settings import load_settings
 from tape import inner
 from worlds import printed, refusal
+
+pytest.importorskip("extras.explain")       # which tints the words
+from extras.slider import __main__ as slider
 
 
 @pytest.fixture(scope="module")
