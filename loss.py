@@ -308,7 +308,7 @@ def losses(setup, policy, batch, step, cfg, recording=None):
     """The Loss of a step, micro-batch by micro-batch, each with its rows. Run its backward before
     taking the next, so that only one is in memory; their gradients add up in .grad.
 
-    policy: setup.policy_fn, which may be compiled, for a plain step; setup.policy for a recording
+    policy: setup.fast(setup.policy), which may be compiled; as it is for a recording
     of tracin.py, since the tape hooks its layers.
     """
     for rows in micro_batches(batch.rollout, step.rows, cfg):

@@ -1,7 +1,7 @@
 """
 What ends a run: numbers that show a bug, or that would spoil the weights. Nothing is lost: the step
 is not taken, and the last checkpoint is good. grpo.py and tracin.py call these, with numbers that
-run/metrics.py has counted.
+run/meter.py has counted.
 """
 import math
 

@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from common.processes import all_gather, shard
 from common.script import BadInput, numbers, shown
 from judge import reward_functions
 
@@ -110,6 +111,16 @@ def score(reward_funcs, prompts, completions, facts=None):
     columns = [score_by(name, function, prompts, completions, facts)
                for name, function in reward_funcs.items()]
     return torch.tensor(columns, dtype=torch.float64).T
+
+
+def all_scores(reward_funcs, prompts, completions, cfg, facts=None):
+    """Scores (N, K): each reward function on each completion. prompts: one for each of them. facts:
+    what reward_facts returns of them."""
+    # those of cfg, not all: held-out rollouts for influence may have a reward of their own
+    used = {name: reward_funcs[name] for name in cfg.reward_funcs}
+    # each process scores its share, in whole groups, since a reward may compare them
+    mine = shard(len(completions), cfg.num_generations)
+    return all_gather(score(used, prompts[mine], completions[mine], rows_of(facts, mine)))
 
 
 def check_columns(cfg, prompts):

@@ -15,7 +15,7 @@ import textwrap
 
 from common.files import ROOT, read_text
 
-FILES = ("run/run.py", "run/metrics.py", "grpo.py", "extras/environment/tools.py",
+FILES = ("run/log.py", "run/meter.py", "run/metrics.py", "grpo.py", "extras/environment/tools.py",
          "extras/variants/zero_std_groups.py", "extras/variants/loss_type/cispo.py",
          "run/evaluation.py")
 TITLE = {"Metrics": "Metrics of an iteration, metrics.jsonl",

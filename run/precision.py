@@ -38,7 +38,7 @@ def logp_and_gradient(setup, rollout, cfg):
     # a forward pass as setup computes it
     set_precision(setup.device, setup.dtype)
     with autocast(setup.device, setup.dtype):
-        logp = completion_logprobs(setup.policy_fn, rollout, cfg.temperature)
+        logp = completion_logprobs(setup.fast(setup.policy), rollout, cfg.temperature)
 
     # one backward of all rows, each token with another weight, so that no errors cancel
     factors = torch.linspace(1, 2, logp.numel(), device=logp.device).view_as(logp)
@@ -88,8 +88,7 @@ def check_precision(setup, cfg):
         setup.generate = generate_by_graph(setup.policy)
     if cfg.compile:
         from extras.compiled import compile_nets
-        slow["compile"] = dict(policy_fn=setup.policy_fn, reference_fn=setup.reference_fn,
-                               generate=setup.generate)
+        slow["compile"] = dict(compiled={}, generate=setup.generate)
         compile_nets(setup)
 
     # take off the last one until the rest gives the right numbers
@@ -97,7 +96,7 @@ def check_precision(setup, cfg):
         problem = find_problem(setup, plain, cfg)
         failed = [False]
         if name == "compile":       # the compiler did, in some process; there a note says how
-            failed = all_gather([setup.policy_fn is plain.policy_fn])
+            failed = all_gather([not setup.compiled])
         if not problem and not any(failed):
             break
         if not failed[0]:

@@ -1,4 +1,4 @@
-"""What a run starts from, and what the loop of grpo.py works with. grpo.prepare makes it."""
+"""What a run starts from, and what the loop of grpo.py works with. prepare makes it."""
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -6,10 +6,12 @@ import torch
 
 from common.device import autocast, machine, pick_device, pick_dtype
 from data.prompts import load_prompts
-from judge import load_judge
+from judge import load_judge, reward_functions
 from judge.rewards import check_columns
 from rollout import generate
-from run.policy import load_policy
+from run.optimizer import make_optimizer
+from run.policy import load_policy, reference_for, trainable
+from run.precision import check_precision
 
 
 @dataclass
@@ -29,18 +31,22 @@ class Setup:
     device: torch.device
     dtype: torch.dtype            # of the forward passes
     generate: Any                 # rollout.generate, or one that decodes faster
-    policy_fn: Any                # the policy, compiled if cfg.compile says so (never for a tape)
-    reference_fn: Any             # the reference, likewise
     target_average: Any     # of the target's gradient, over steps; None: none
     # {index of a prompt: [rewards of a group, ...]}, oldest first; for the config file's choose
     seen: dict = field(default_factory=dict)
     # what the config file's `after` keeps: rollouts to learn from again, and what it remembers
     replay: Any = None                  # loss.Batch
     memory: dict = field(default_factory=dict)
+    # {policy or reference: the same, compiled}, if cfg.compile says so
+    compiled: dict = field(default_factory=dict)
     # what was read, by its content (run/inputs.py), and what changed when the run went on:
     # [[iterations done, name, before, now]]
     has_read: dict = field(default_factory=dict)
     changes: list = field(default_factory=list)
+
+    def fast(self, model):
+        """The policy, or the reference, as it computes fastest. A tape needs it as it is."""
+        return self.compiled.get(model, model)
 
     def autocast(self):
         """The context of forward passes: in self.dtype."""
@@ -112,17 +118,36 @@ def read_inputs(cfg, may_train=True):
     return Inputs(device, dtype, base, judges, tokenizer, prompts, eval_prompts, val_prompts)
 
 
-def new_setup(cfg, inputs, policy, reference, optimizer):
-    """The Setup of what was made and what was read: nothing is compiled, and no reward is in it."""
+def prepare(cfg, inputs):
+    """Make everything that the loop works with -> Setup."""
+    # the policy: a copy of the base that learns, or the same weights, shared, with adapters that
+    # learn
+    policy = trainable(inputs.base, cfg)
+
+    # the reference, near which beta * KL keeps the policy: the base itself, unless it is told to
+    # follow the policy; then it is a copy
+    reference = reference_for(policy, inputs.base, cfg)
+
+    # the optimizer: AdamW, or what the config file makes
+    optimizer = make_optimizer(policy, cfg)
+
+    # all of these, with the prompts and what else was read
     average = cfg.door("average")
-    return Setup(
+    setup = Setup(
         policy=policy, base=inputs.base, reference=reference, judges=inputs.judges,
         reward_funcs={},
         optimizer=optimizer, trained=[p for p in policy.parameters() if p.requires_grad],
         tokenizer=inputs.tokenizer, prompts=inputs.prompts, eval_prompts=inputs.eval_prompts,
         val_prompts=inputs.val_prompts, device=inputs.device, dtype=inputs.dtype,
-        generate=generate, policy_fn=policy, reference_fn=reference,
-        target_average=average and average(cfg))
+        generate=generate, target_average=average and average(cfg))
+
+    # the rewards: the judge, functions of the config file, or both
+    setup.reward_funcs = reward_functions(cfg, inputs.judges, setup.autocast)
+
+    # compile, if asked to. Do bfloat16 and compiled code give what plain float32 does? If not, they
+    # are turned off
+    check_precision(setup, cfg)
+    return setup
 
 
 # ------------------------------------------------------------------------------------------------
@@ -136,15 +161,17 @@ def step_calls_functions(cfg):
     return by_setting or bool(cfg.functions.keys() & of_a_step)
 
 
-def for_small_step(cfg, inputs):
-    """Settings and Inputs of a step that costs next to nothing and needs nothing that must be
-    trained first: short completions, perhaps of a random policy."""
+def made_up_reward(completions):
+    return 0.1 * torch.arange(len(completions))
+
+
+def prepare_small(cfg, inputs):
+    """(Setup, settings) of a step that costs next to nothing and needs nothing that must be trained
+    first: short completions, perhaps of a random policy, with made-up rewards."""
     small = replace(
         cfg, judge=None, eval_judge=None, compile=False, max_turns=0,
         mask_truncated_completions=False,
         max_completion_length=min(4, cfg.max_completion_length))
-    return small, replace(inputs, judges={}, dtype=torch.float32)
-
-
-def made_up_reward(completions):
-    return 0.1 * torch.arange(len(completions))
+    setup = prepare(small, replace(inputs, judges={}, dtype=torch.float32))
+    setup.reward_funcs = dict.fromkeys(cfg.reward_funcs, made_up_reward)
+    return setup, small

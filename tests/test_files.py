@@ -17,7 +17,8 @@ import common.device
 from common.device import machine, pick_device, pick_dtype
 from common.files import (
     ROOT, load_file, read_log, read_rows, replacing, save_file, write_json)
-from common.script import BadInput, hash_of, interrupts, run_script
+from common.script import BadInput, hash_of, run_script
+from common.signals import interrupts
 from data.weights import load_gpt, save_gpt
 from worlds import assert_refused, random_gpt, refusal
 
@@ -253,7 +254,8 @@ def test_a_command_under_nohup_hears_no_hangup():
 
 SCRIPT = """
 import time
-from common.script import interrupts, run_script
+from common.script import run_script
+from common.signals import interrupts
 
 def main(argv):
     with interrupts() as stop:

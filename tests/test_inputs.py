@@ -144,7 +144,7 @@ def test_what_could_not_be_read_again_replaces_nothing(tmp_path):
 
 POOLS = """
 import multiprocessing, os, signal, sys, time
-from common.script import interrupts
+from common.signals import interrupts
 
 
 def hears_the_terminal(number):

@@ -12,6 +12,7 @@ from common.variants import variants_of
 from loss import loss_of
 from run import metrics
 from run.flags import problems
+from run.meter import Spread
 from run.metrics import batch_metrics
 from worlds import (
     forward, generator_of, gradient, letters, mean_token, number_gpt, settings, shaken, world)
@@ -197,11 +198,12 @@ def test_metrics_of_the_loss(knobs):
 def test_the_spread_of_the_ratio_leaves_out_what_has_no_loss(ratios):
     """There its ratio is 1, though all others are above, or below."""
     mask = torch.tensor([[True, True, False]])
-    found = metrics.ratio_spread(metrics.spread_parts(torch.tensor([[*ratios, 1.0]]), mask)[None])
-    assert_logged(found, {"ratio_std": stdev(ratios), "ratio_min": min(ratios),
-                          "ratio_max": max(ratios)})
-    nothing = metrics.spread_parts(torch.ones(1, 3), mask & False)
-    assert metrics.ratio_spread(nothing[None]) == {}
+    spread = Spread("cpu", around=1.0)
+    spread.add(torch.ones(1, 3), mask & False)
+    assert spread.over_all() == (0, 0, 0, 0, 0), "of nothing"
+    spread.add(torch.tensor([[*ratios, 1.0]]), mask)
+    expected = [2, sum(ratios) / 2, stdev(ratios), min(ratios), max(ratios)]
+    assert [*spread.over_all()] == pytest.approx(expected, rel=1e-6)
 
 
 def test_an_update_sums_over_micro_batches_and_means_over_steps():
@@ -224,7 +226,7 @@ def test_a_metric_that_a_reader_adds_is_logged(monkeypatch):
     """Whatever its name: what its sums add up to, divided by what its counts add up to."""
     plain = metrics.loss_metrics
     more = lambda loss, cfg: plain(loss, cfg) | {"rows_per_loss": (len(loss.logp), 1)}
-    monkeypatch.setattr(metrics, "loss_metrics", more)
+    monkeypatch.setattr("run.meter.loss_metrics", more)
     cfg = settings(micro_batch_size=5)
     assert logged(*world(cfg), cfg)["rows_per_loss"] == 4
 

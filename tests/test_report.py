@@ -13,7 +13,7 @@ from loss import Loss
 from run import report
 from run.flags import notes, problems, problems_of_evaluation
 from run.report import StepLog, Warned, print_iteration, print_verdict, print_warnings
-from run.run import Run, noise_between
+from run.log import Log, noise_between
 from run.settings import Settings
 from worlds import printed, refusal, skip_for
 
@@ -323,11 +323,11 @@ def test_what_fell_between_two_evaluations():
     dict(temperature=0.5), dict(temperature=2.0)])
 def test_two_kls_are_compared_only_where_they_are_alike(change):
     """Not to a reference that follows, of other distributions, or at a run's beginning."""
-    run = Run(Settings(beta=0.1, **change))
-    run.kls = [0.1, 0.4, 0.3, 0.2]
-    assert math.isnan(run.logged_kl())
-    run.kls.append(0.2)
-    assert math.isnan(run.logged_kl()) if change else run.logged_kl() == 0.4
+    log = Log(Settings(beta=0.1, **change))
+    log.kls = [0.1, 0.4, 0.3, 0.2]
+    assert math.isnan(log.logged_kl())
+    log.kls.append(0.2)
+    assert math.isnan(log.logged_kl()) if change else log.logged_kl() == 0.4
 
 
 def test_a_warning_comes_back_after_ten_iterations_and_a_note_on_the_loss_never():

@@ -168,7 +168,7 @@ def setup_of(cfg, policy=None, prompts=PROMPTS, tokenizer=TOKENIZER, reference=N
     policy = policy or number_gpt()
     setup = grpo.prepare(cfg, inputs_of(copy.deepcopy(reference or policy), prompts, tokenizer))
     if not cfg.lora_rank and not cfg.critic:
-        setup.policy = setup.policy_fn = policy.requires_grad_(True)
+        setup.policy = policy.requires_grad_(True)
         setup.trained = list(policy.parameters())
     setup.optimizer = torch.optim.SGD(setup.trained, lr=lr)
     return setup

@@ -142,7 +142,7 @@ def variants_of(argv):
         cfg = replace(load_settings(flags), eval_judge=None)
         setup = make_nets(cfg)
         runs_in = str(setup.dtype)      # what really runs
-        if setup.policy_fn is not setup.policy:
+        if setup.compiled:
             runs_in += ", compiled"
         variants[f"{name} ({runs_in})"] = (setup, cfg)
     return variants

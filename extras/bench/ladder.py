@@ -93,7 +93,7 @@ RUNGS = [
     Rung("five passes over the logits", "loss", "cuda", lambda setup: [
         (fast, "LogProbOfHalf", fast.LogProb)]),
     Rung("compile", "loss", "cuda", lambda setup: [
-        (setup, "policy_fn", setup.policy), (setup, "reference_fn", setup.reference)])]
+        (setup, "compiled", {})])]
 
 # ------------------------------------------------------------------------------------------------
 # a row for each
@@ -137,7 +137,7 @@ def rows_of(setup, cfg):
             from extras.compiled import compile_nets
             compile_nets(setup)
             places += [(setup, what, getattr(setup, what))
-                       for what in ("policy_fn", "reference_fn", "generate")]
+                       for what in ("compiled", "generate")]
         rows[name] = places
     return rows
 

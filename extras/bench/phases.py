@@ -186,7 +186,7 @@ def report(setup, cfg, its):
     tokens = statistics.median(int(rollout.sampled_mask.sum()) for _, rollout in found)
     return dict(
         device=name, torch=torch.__version__, dtype=str(setup.dtype).removeprefix("torch."),
-        compile=setup.policy_fn is not setup.policy, tracin=cfg.tracin,
+        compile=bool(setup.compiled), tracin=cfg.tracin,
         policy=dict(n_layer=c.n_layer, n_embd=c.n_embd, vocab_size=c.vocab_size),
         rows=cfg.num_prompts * cfg.num_generations, tokens=tokens,
         seconds=float(f"{total:.4g}"), tokens_per_s=round(tokens / total),

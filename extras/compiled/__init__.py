@@ -67,15 +67,14 @@ def compiled_model(model, off):
 
 def compile_nets(setup):
     """Compile policy and reference, and sampling where the policy is a GPT."""
-    plain = copy.copy(setup)
+    generate = setup.generate
 
     def off(error):
         """Compile no longer, in any of the three."""
-        if setup.policy_fn is not plain.policy_fn:
+        if setup.compiled:
             print(f"note: compile off: {shown(error, 160)}")
-        setup.policy_fn = plain.policy_fn
-        setup.reference_fn = plain.reference_fn
-        setup.generate = plain.generate
+        setup.compiled = {}
+        setup.generate = generate
 
     # policy, reference and sampling share their functions, and with them the number of graphs. A
     # setting, since torch.compile has no argument for it before 2.13
@@ -84,8 +83,8 @@ def compile_nets(setup):
     # older torch lacks this setting: there it fails in the check's backward
     if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
         torch._functorch.config.force_non_lazy_backward_lowering = True
-    setup.policy_fn = compiled_model(setup.policy, off)
-    setup.reference_fn = compiled_model(setup.reference, off)
+    nets = setup.policy, setup.reference
+    setup.compiled = {model: compiled_model(model, off) for model in nets}
     if isinstance(setup.policy, GPT):
         setup.generate = generate_by_graph(
             setup.policy, read=compiled(read_one, off), sample=compiled(sample, off))

@@ -54,7 +54,7 @@ def of_teacher(name, coef=1.0):
             loaded.append(load_teacher(name, setup, cfg))
             hashes.append(hash_of(loaded[0]))
         note_teacher(setup, f"weights of the teacher {name!r}", hashes[0])
-        taught = replace(setup, reference_fn=loaded[0])
+        taught = replace(setup, reference=loaded[0])
         teacher_logp = grpo.reference_logprobs(taught, batch.rollout, cfg)              # (N, T)
         return coef * (teacher_logp - batch.rollout.logp)
 

@@ -16,7 +16,7 @@ from extras.explain.page import facts_of, show
 from extras.explain.sentences import best_and_worst, own_units, sentences_of
 from extras.explain.words import logprob_changes, pieces_of, token_slopes
 from run.checkpoint import load_checkpoint, newest_checkpoint
-from run.run import sample_rows
+from run.log import sample_rows
 from run.settings import load_settings, read_run
 from tracin import Recording, find_influence, remember, true_error
 

@@ -20,7 +20,7 @@ from extras.explain.number import Number, percent, text_of, total
 from extras.explain.page import Table, chart, facts_of
 from extras.explain.sentences import best_and_worst
 from extras.explain.words import changes_along, pieces_of, token_slopes
-from run.run import sample_rows
+from run.log import sample_rows
 
 TOO_FAR = 0.05      # the sum from the measured change: said
 USELESS = 0.5       # no rollouts are listed: the sum is so far off, or its noise is so large

@@ -182,7 +182,7 @@ FAULTS = [
         "the trainer's log-probs.",
         two_kls,
         (("run/policy.py", "    return base\n"),
-         ("grpo.py", "setup.reference_fn, rollout[rows], cfg.temperature)"))),
+         ("grpo.py", "setup.fast(setup.reference), rollout[rows], cfg.temperature)"))),
     Fault(
         "Some prompts teach everything, and their answers are only praised or only blamed.",
         "advantage", "grpo.py",

@@ -29,8 +29,8 @@ def word_nets():
 
 def is_plain(setup):
     """Whether nothing is compiled; None: some is."""
-    plain = {setup.policy_fn is setup.policy, setup.reference_fn is setup.reference,
-             setup.generate is generate}
+    plain = {setup.fast(setup.policy) is setup.policy,
+             setup.fast(setup.reference) is setup.reference, setup.generate is generate}
     return plain.pop() if len(plain) == 1 else None
 
 
@@ -109,12 +109,11 @@ def test_a_backward_that_cannot_be_compiled_is_noticed_before_training(monkeypat
     backend = aot_autograd(fw_compiler=works, bw_compiler=fails, inference_compiler=works)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     net = nn.Linear(2, 3)
-    setup = SimpleNamespace(
-        policy=net, policy_fn=net, reference=net, reference_fn=net, generate=generate)
+    setup = SimpleNamespace(policy=net, reference=net, compiled={}, generate=generate)
     compile_nets(setup)
     assert setup.generate is generate, "a policy that is no GPT has no step to compile"
-    setup.policy_fn(torch.ones(1, 2)).sum().backward()
-    assert setup.policy_fn is setup.policy
+    setup.compiled[net](torch.ones(1, 2)).sum().backward()
+    assert not setup.compiled
     assert setup.policy.weight.grad is not None
 
 

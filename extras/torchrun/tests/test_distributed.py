@@ -19,7 +19,7 @@ sys.path[:0] = [ROOT, f"{ROOT}/tests"]
 import extras.torchrun  # noqa: E402
 import grpo  # noqa: E402
 import rollout  # noqa: E402
-import run.run  # noqa: E402
+import run.saver  # noqa: E402
 import tracin  # noqa: E402
 from common.files import load_file  # noqa: E402
 from common.processes import all_gather  # noqa: E402
@@ -89,7 +89,7 @@ def run_all(runs, tokens):
     anywhere; plain descent does not. All processes must hold the same weights. tokens: see settled.
     """
     prepare = grpo.prepare
-    save = run.run.save_checkpoint
+    save = run.saver.save_checkpoint
     draw = rollout.draw
     influence_scores = tracin.influence_scores
 
@@ -107,7 +107,7 @@ def run_all(runs, tokens):
         save(folder, setup, *more)
 
     grpo.prepare = prepared
-    run.run.save_checkpoint = checked
+    run.saver.save_checkpoint = checked
     rollout.draw = settled(draw, tokens)
     tracin.influence_scores = without_rounding(influence_scores)
     try:
@@ -115,7 +115,7 @@ def run_all(runs, tokens):
             grpo.main(flags)
     finally:
         grpo.prepare = prepare
-        run.run.save_checkpoint = save
+        run.saver.save_checkpoint = save
         rollout.draw = draw
         tracin.influence_scores = influence_scores
 

@@ -10,7 +10,7 @@ import grpo
 from common.script import seed_for
 from data.prompts import Prompt, draw_prompts
 from run.metrics import batch_metrics, rollout_toxicity
-from run.run import sample_rows
+from run.log import sample_rows
 from run.sampling import sample_completions
 from worlds import WORDS, letters, settings, setup_of, shaken, untimed_metrics, word_gpt
 
