@@ -2,8 +2,12 @@
 Values of settings that the core does not know: --loss_type=sapo is `sapo` of extras/variants/
 loss_type, a function or, where several belong together, a file of them.
 """
+import os
 from importlib import import_module
-from importlib.util import find_spec
+
+from common.files import ROOT
+
+HERE = os.path.isdir(f"{ROOT}/extras/variants")     # it may have been deleted
 
 
 def variant(setting, value):
@@ -13,7 +17,7 @@ def variant(setting, value):
 
 def variants_of(setting):
     """The values that extras/variants knows of a setting; () where the folder was deleted."""
-    if not find_spec("extras.variants"):
+    if not HERE:
         return ()
     module = import_module(f"extras.variants.{setting}")
     homes = {name: getattr(x, "__module__", getattr(x, "__name__", ""))

@@ -3,6 +3,7 @@ import math
 import os
 import typing
 
+from common import variants
 from common.files import ROOT, read_json
 from common.kinds import Range, at_least, kinds_of
 from common.script import BadInput, shown
@@ -30,8 +31,8 @@ def what_it_must_be(name, value, hint, kinds):
         own = typing.get_args(choices[0])
         if value in own or value in variants_of(name):
             return ""
-        there = variants_of(name) or ("a name in extras/variants, which is not here",)
-        return f"one of {', '.join((*own, *there))}"
+        there = "" if variants.HERE else "; more are in extras/variants, which is not here"
+        return f"one of {', '.join((*own, *variants_of(name)))}{there}"
     if typing.get_origin(hint) is typing.Literal and value not in choices:
         return f"one of {', '.join(choices)}"
     if value == "":

@@ -26,9 +26,9 @@ import textwrap
 import types
 import typing
 from dataclasses import dataclass, field, is_dataclass, replace
-from importlib.util import find_spec
 from typing import Literal
 
+from common import variants
 from common.files import ROOT, read_json, read_text
 from common.kinds import (
     Above0, Decay, Fixed, Free, Harmless, Iterations, Live, Path, Positive, Share, ShareAbove0,
@@ -441,7 +441,7 @@ def types_of(name, source=""):
     if name not in HINTS:
         near = difflib.get_close_matches(name, HINTS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else "; python grpo.py --help lists them"
-        if not find_spec("extras.variants"):
+        if not variants.HERE:
             hint += " (those of extras/variants are not here)"
         raise BadInput(f"{source}: there is no setting {name!r}{hint}")
 
