@@ -331,7 +331,7 @@ class Call:
         self.out = None
         if layer.kind is None:
             self.inputs = tree_map(lambda x: x.detach() if torch.is_tensor(x) else x, inputs)
-            if layer.name not in tape.gaps:
+            if (layer.name, self.shape) not in tape.gaps:
                 self.out = out.detach().clone()
         self.version = version_of(self.inputs)
         self.dtype = None       # of records, where a layer (model.Head) leaves autocast's
@@ -343,7 +343,7 @@ class Call:
         if self.layer.kind is not None:
             return self.layer.kind(self.module, name, self.inputs, b)
 
-        # each row again, alone. At the first call, is its output what it was?
+        # each row again, alone. At the first call of a shape, is its output what it was?
         try:
             with torch.autocast(b.device.type, self.dtype, enabled=self.dtype is not None):
                 g, again = each_alone(self.module, name, self.inputs, b)
@@ -351,7 +351,7 @@ class Call:
             refuse(self.layer.name, f"cannot be computed for each row alone: {str(error)[:150]}")
         if self.out is not None:
             gap = (again - self.out).norm() / (self.out.norm() + 1e-30)
-            self.tape.gaps[self.layer.name] = gap.float()       # see check_alone
+            self.tape.gaps[self.layer.name, self.shape] = gap.float()       # see check_alone
         g = g.flatten(1)
         return g, g.new_ones(len(g), 1)
 
@@ -480,8 +480,8 @@ class Tape:
             refuse("Tape", "no backward of its model was seen: was a copy of the model called?")
 
     def check_alone(self):
-        gaps = torch.stack([*self.gaps.values(), torch.zeros((), device=self.device)]).tolist()
-        for name, gap in zip(self.gaps, gaps):
+        gaps = torch.stack([*self.gaps.values()]).tolist() if self.gaps else []     # waits for a GPU
+        for (name, _), gap in zip(self.gaps, gaps):
             if gap > MIXED:
                 refuse(name, f"rows give another output alone, {gap:.0%} apart: it mixes rows or "
                              "is random. Freeze it, or model.eval()")
@@ -489,7 +489,7 @@ class Tape:
     def __enter__(self):
         self.check_trained()
         self.handles = []
-        self.gaps = {}      # {name of a layer: relative difference of rows alone and together}
+        self.gaps = {}      # {(layer's name, shape): relative difference of rows alone}
         for module in self.layers:
             self.handles.append(module.register_forward_pre_hook(self.before_forward))
             self.handles.append(

@@ -451,6 +451,32 @@ def test_a_layer_that_does_not_go_by_row_is_named(layer, why):
     assert message.startswith("1: ") and why in message
 
 
+class Mixer(OnePlus):
+    """Weighs tokens by a matrix (T, T), which is nobody's."""
+
+    def forward(self, x, matrix):
+        return super().forward(matrix @ x)
+
+
+def test_a_matrix_that_looks_like_rows_is_named_wherever_it_comes():
+    """Five rows of five tokens, after three: a row would be given its own line of the matrix."""
+    model, x = Mixer(4).double(), noise(8, 5, 4)
+    matrix = noise(5, 5, seed=1)
+
+    def record(*parts):
+        with Tape(model, 8) as tape:
+            for rows in parts:
+                tape.rows(rows)
+                model(x[rows], matrix).sin().sum().backward()
+        return tape
+
+    rows = torch.arange(8)
+    expected = [gradient(model(x[i:i + 1], matrix).sin().sum(), [model.weight]) for i in rows]
+    found = record(*rows.split(4)).squared_norms(rows)
+    agree(found, torch.stack(expected).square().sum(1), "squared norms")
+    assert "alone" in refusal(record, rows[:3], rows[3:])
+
+
 def test_a_second_forward_needs_rows_of_its_own():
     """Else rows of the second micro-batch would count for those of the first."""
     model, x = two_layers(), noise(8, 5)
