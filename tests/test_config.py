@@ -138,6 +138,13 @@ def test_every_range_is_checked():
         refuses((name, "nonsense", *own, *variants_of(name)), f"--{name}=nonsense")
 
 
+def test_a_name_of_extras_variants_is_refused_where_that_was_deleted(monkeypatch):
+    monkeypatch.setattr("common.variants.HERE", False)
+    for name in ("loss_type", "scale_rewards", "tracin_select"):
+        refuses((name, "extras/variants"), f"--{name}=anything")
+    refuses(("deltas", "extras/variants"), "--deltas=2")
+
+
 def test_the_home_folder_stands_for_a_tilde(monkeypatch):
     """A shell writes it where a word begins, not behind the = of a flag."""
     monkeypatch.setenv("HOME", "/home/me")
