@@ -480,7 +480,9 @@ class Tape:
             refuse("Tape", "no backward of its model was seen: was a copy of the model called?")
 
     def check_alone(self):
-        gaps = torch.stack([*self.gaps.values()]).tolist() if self.gaps else []     # waits for a GPU
+        if not self.gaps:
+            return
+        gaps = torch.stack([*self.gaps.values()]).tolist()      # waits for a GPU, once
         for (name, _), gap in zip(self.gaps, gaps):
             if gap > MIXED:
                 refuse(name, f"rows give another output alone, {gap:.0%} apart: it mixes rows or "
