@@ -15,7 +15,7 @@ from run.report import print_table
 def main(argv):
     cfg = look_at(argv)
     setup = prepare(cfg, read_inputs(cfg, may_train=False))
-    path = newest_checkpoint(argv[0])       # only now: a run at work removes older ones
+    path = newest_checkpoint(argv[0])       # not earlier: a live run removes older ones
     iteration = load_checkpoint(path, setup, cfg)["iteration"]
     print(f"{path}: after {iteration} iterations")
 

@@ -6,7 +6,7 @@
     python plot.py out/seed1 out/seed2 --panels=3           # only the first three panels
     python plot.py out/toxicity --panels=reward,kl,tracin/std_ip    # by their names in the logs
 
-Runs that differ by their seed alone share a colour: the line is their mean, the band their range.
+Runs that differ only in their seed share a colour: the line is their mean, the band their range.
 A row of metrics.jsonl describes rollouts sampled before the step of its iteration. An evaluation at
 iteration t comes after t steps. A missing value leaves a gap in the line.
 """
@@ -38,11 +38,11 @@ PANELS = [  # title, log, metric
     ("share of rollouts kept", "metrics", "tracin/selected_ratio"),
     ("share with\npositive influence", "metrics", "tracin/positive_ratio"),
     ("cosine of the\ntarget's two halves", "metrics", "tracin/target_cosine")]
-WIDTH = 6.6     # inches; on a phone three panels still have letters that can be read
+WIDTH = 6.6     # inches; three panels can still be read on a phone
 FONT_SIZE = 10
 LOOK = {"font.size": FONT_SIZE, "axes.grid": True, "grid.color": "0.9", "lines.markersize": 3.5,
         "axes.titlesize": FONT_SIZE, "svg.fonttype": "none"}
-# ten colours, each with a marker of its own; the next ten runs have dashed lines, and so on
+# ten colours, each with its own marker; the next ten runs have dashed lines, and so on
 MARKERS = "osD^v<>pX*"
 DASHES = ("-", "--", ":", "-.")
 
@@ -53,7 +53,7 @@ def read_logs(folder):
 
 
 def groups_of(folders):
-    """{name: the logs of runs that differ by their seed alone}."""
+    """Runs grouped by all but their seed -> {name: the logs of each run}."""
     groups = {}
     for folder in {os.path.realpath(folder): folder for folder in folders}.values():
         groups.setdefault(kind_of(folder), []).append(folder)
@@ -65,43 +65,43 @@ def groups_of(folders):
 
 
 def kind_of(folder):
-    """What runs have in common that differ by their seed alone: settings, text of the config."""
-    if not os.path.exists(f"{folder}/config.json"):     # logs alone: a colour of its own
+    """A key that runs share if they differ only in their seed: settings, text of the config."""
+    if not os.path.exists(f"{folder}/config.json"):     # only logs: a group by itself
         return folder
     run = read_run(folder)
     free = ("seed", *settings_that_are("free"))
-    kept = {name: x for name, x in run["settings"].items() if name not in free}
-    return json.dumps([kept, run["source"]])
+    settings = {name: x for name, x in run["settings"].items() if name not in free}
+    return json.dumps([settings, run["source"]])
 
 
-def panels_of(asked, groups):
-    """(title, log, metric) of the panels that --panels asks for: a number, the first ones; or names
-    of numbers in the logs, with commas between them."""
-    if not asked or asked.isdecimal():
+def panels_of(flag, groups):
+    """The panels that --panels=flag names -> [(title, log, metric)]. flag: names of numbers in the
+    logs, separated by commas; a number or "" gives all PANELS."""
+    if not flag or flag.isdecimal():
         return PANELS
     titles = {metric: title for title, _, metric in PANELS}
     logs = {name: log for runs in groups.values() for run in runs
             for log in ("eval", "metrics") for row in run[log][:1] for name in row}
     logs |= {metric: log for _, log, metric in PANELS}
     panels = []
-    for name in asked.split(","):
+    for name in flag.split(","):
         if name not in logs:
-            raise BadInput(f"--panels={asked}: {name!r} is in no log; a number, or names from: "
+            raise BadInput(f"--panels={flag}: {name!r} is in no log; a number, or names from: "
                            f"{', '.join(sorted(logs))}")
         panels.append((titles.get(name, name), logs[name], name))
     return panels
 
 
-def draw_runs(groups, asked=""):
-    """Draw the panels that have data, all or those asked for -> Figure. groups: what groups_of
-    returns. asked: see panels_of."""
+def draw_runs(groups, flag=""):
+    """Draw the panels that have data -> Figure. groups: from groups_of. flag: the value of
+    --panels, a number for the first so many, or names (see panels_of)."""
     panels = []
-    for title, log, metric in panels_of(asked, groups):
+    for title, log, metric in panels_of(flag, groups):
         curves = [curves_of(runs, log, metric) for runs in groups.values()]
         if not all(np.isnan(y).all() for _, y in curves):
             panels.append((title, log, curves))
-    if asked.isdecimal():
-        panels = panels[:int(asked)]
+    if flag.isdecimal():
+        panels = panels[:int(flag)]
     if not panels:
         raise BadInput(f"{', '.join(groups)}: nothing to draw yet; wait for the first iteration")
     names, names_in_row = legend_names(groups)
@@ -124,8 +124,8 @@ def draw_runs(groups, asked=""):
 
 
 def draw_curve(ax, x, y, number, all_marked):
-    """The mean of the runs of a group, y (runs, iterations), and their range. Marked are all values
-    or those that have no neighbour, of which no line is seen."""
+    """Draw the mean of a group's runs, y (runs, iterations), and their range. Mark all values, or
+    only those without a neighbour, which no line would show."""
     mean = y.mean(0)
     gap = np.isnan(np.pad(mean, 1, constant_values=np.nan))
     alone = gap[:-2] & gap[2:]
@@ -139,7 +139,7 @@ def draw_curve(ax, x, y, number, all_marked):
 
 
 def start_at_zero(ax, values):
-    """A y axis from 0, or from the least value where that is below, with room beyond them all."""
+    """Let the y axis begin at 0, or below the least value if that is negative."""
     known = np.concatenate([y[~np.isnan(y)] for y in values])
     low = min(0, known.min())
     high = max(0, known.max())
@@ -149,14 +149,14 @@ def start_at_zero(ax, values):
 
 def legend_names(groups):
     """(names that fit into the picture, how many of them fit side by side)."""
-    room = 72 * WIDTH - 5 * FONT_SIZE       # in points; a name's own line and margins take the rest
+    room = 72 * WIDTH - 5 * FONT_SIZE       # in points; the sample line and margins take the rest
 
     def width(name):
         return TextPath((0, 0), name, FONT_SIZE, usetex=False).get_extents().width
 
     names = []
     for name in groups:
-        name = " ".join(name.split()).replace("$", r"\$")       # else it would begin a formula
+        name = " ".join(name.split()).replace("$", r"\$")       # a plain $ would begin a formula
         least = math.floor(len(name) * min(1, room / width(name)))
         names.append("\n".join(textwrap.wrap(name, max(1, least))))
     longest = max(map(width, names))
@@ -164,8 +164,8 @@ def legend_names(groups):
 
 
 def curves_of(runs, log, metric):
-    """The iterations that all of the runs have, and their values (runs, iterations). Runs without
-    this log are left out."""
+    """The iterations that all runs have, and their values (runs, iterations). Skip runs without
+    this log."""
     runs = [run for run in runs if run[log]] or runs
     curves = [{row["iteration"]: row.get(metric) for row in run[log]} for run in runs]
     x = [it for it in curves[0] if all(it in curve for curve in curves)]
@@ -173,16 +173,16 @@ def curves_of(runs, log, metric):
 
 
 def main(argv):
-    own, folders = own_flags(argv, {"out": "", "panels": ""})
+    flags, folders = own_flags(argv, {"out": "", "panels": ""})
     if not folders or any(arg.startswith("--") for arg in folders):
         raise BadInput(
             "usage: python plot.py RUN [RUN ...] [--out=FILE.png or FILE.svg] [--panels=N or "
             "--panels=NAME,NAME]")
-    path = own["out"] or os.path.join(folders[0], "curves.png")
+    path = flags["out"] or os.path.join(folders[0], "curves.png")
     if not path.endswith((".png", ".svg")):
         raise BadInput(f"--out={path}: must end in .png or .svg")
     with matplotlib.rc_context(LOOK), undamaged(", ".join(folders)):
-        figure = draw_runs(groups_of(folders), own["panels"])
+        figure = draw_runs(groups_of(folders), flags["panels"])
         with replacing(path) as tmp:
             figure.savefig(tmp, format=path[-3:], dpi=192)
     print(path)

@@ -1,12 +1,12 @@
 """
-Print completions of a prompt by a trained policy, each with its scores by judges and rewards.
+Print completions of a prompt by a trained policy, each with the scores of judges and rewards.
 
     python sample.py out/toxicity --prompt="You are" [--num=5] [--before=True] [--setting=value ...]
-    python sample.py out/toxicity       # reads prompts from the terminal or a pipe, one a line
+    python sample.py out/toxicity       # reads prompts from the terminal or a pipe, one per line
 
-With --chat=True the prompt is what a user says to a chat model, in the model's chat template.
---before=True prints those of the policy before training first, with the same noise. Settings are
-the run's unless changed here, such as --temperature=0.7 or --max_completion_length=20.
+With --chat=True the prompt becomes a user's message, in the model's chat template. With
+--before=True the policy before training answers first, with the same noise. Settings are the run's
+unless changed here, such as --temperature=0.7 or --max_completion_length=20.
 """
 import io
 import sys
@@ -24,19 +24,19 @@ from run.sampling import sample_completions
 
 
 @torch.no_grad()
-def speak(setup, policy, cfg, prompt, num, chat=False, iteration=0):
+def complete(setup, policy, cfg, prompt, num, chat=False, iteration=0):
     """Sample completions of a prompt, always the same ones -> (completions, {name: scores}).
-    iteration: how many the policy has learned from, for rewards that ask."""
-    # the prompt in ids, as a chat if that is asked for
+    iteration: how many the policy has learned from, for rewards that take it."""
+    # the prompt in ids, as a user's message with --chat
     content = [{"role": "user", "content": prompt}] if chat else prompt
     _, ids = encode_prompt(setup.tokenizer, content, f"--prompt with --chat={chat}")
-    asked = Prompt(prompt, ids, {"text": prompt})
+    encoded = Prompt(prompt, ids, {"text": prompt})
 
-    # always the same completions of the same prompt
+    # the same prompt always gets the same noise
     seed = seed_for(cfg.seed, "speak", prompt)
     try:
         samples = sample_completions(
-            setup, policy, [asked], replace(cfg, num_generations=num), seed)
+            setup, policy, [encoded], replace(cfg, num_generations=num), seed)
     except ValueError as e:     # an empty or overlong prompt
         raise BadInput(f"{prompt[:40]!r}: {e}") from e
 
@@ -48,62 +48,63 @@ def speak(setup, policy, cfg, prompt, num, chat=False, iteration=0):
         try:
             if name != "judge":
                 facts = reward_facts(samples.rollout, iteration, num)
-                found = score({name: function}, samples.prompts, completions, facts)
-                scores[name] = found[:, 0].tolist()
-        except BadInput as e:   # it may need more of a prompt than its text, such as an answer
+                column = score({name: function}, samples.prompts, completions, facts)
+                scores[name] = column[:, 0].tolist()
+        except BadInput as e:   # it may need a column, such as the answer to a question
             print(f"note: no column for {name!r}: {e}")
     return completions, scores
 
 
-def answer(setup, policies, cfg, prompt, own):
-    """Print what each of policies {title: (policy, iterations done)} says after a prompt."""
+def answer(setup, policies, cfg, prompt, flags):
+    """Print how each of policies {title: (policy, iterations done)} completes a prompt."""
     print(repr(prompt))
-    if not own["chat"]:
+    if not flags["chat"]:
         note_blanks([prompt], "this prompt")
-    for title, (speaker, done) in policies.items():
-        completions, scores = speak(setup, speaker, cfg, prompt, own["num"], own["chat"], done)
+    for title, (policy, done) in policies.items():
+        completions, scores = complete(
+            setup, policy, cfg, prompt, flags["num"], flags["chat"], done)
         print("  " + "".join(f"{name:>12}" for name in scores) + f"  {title}")
         for completion, *numbers in zip(completions, *scores.values()):
             print("  " + "".join(f"{x:12.3f}" for x in numbers) + f"  {completion!r}", flush=True)
 
 
 def prompts_from(lines):
-    """The lines of a terminal or a pipe that hold a prompt."""
+    """The prompts from a terminal or a pipe: its lines that are not blank."""
     if lines.isatty():
-        print("a prompt a line; Ctrl-D ends", flush=True)
+        print("one prompt per line, Ctrl-D to quit", flush=True)
     for line in lines:
         if line.strip():
             yield line.rstrip("\r\n")
 
 
 def main(argv):
-    own, argv = own_flags(argv, dict(prompt="", num=5, before=False, chat=False))
+    flags, argv = own_flags(argv, dict(prompt="", num=5, before=False, chat=False))
     if not argv:
         raise BadInput('usage: python sample.py RUN [CONFIG.py] [--prompt="You are"] [--num=5] '
                        "[--before=True] [--chat=True] [--setting=value ...]")
     cfg = look_at(argv)
     setup = prepare(cfg, read_inputs(cfg, may_train=False))
-    path = newest_checkpoint(argv[0])       # only now: a run at work removes older ones
+    path = newest_checkpoint(argv[0])       # not earlier: a live run removes older ones
     iteration = load_checkpoint(path, setup, cfg)["iteration"]
     print(f"{path}: after {iteration} iterations")
 
     # the policy after training, and before it
     policies = {f"after {iteration} iterations": (setup.policy, iteration)}
-    if own["before"]:
+    if flags["before"]:
         policies = {"before training": (setup.base, 0)} | policies
-    print("the judges' numbers are probabilities of toxic; other rewards are as they are")
+    print("judge columns: p(toxic); reward columns: raw reward")
 
     # one prompt, or line by line
-    if own["prompt"]:
-        answer(setup, policies, cfg, own["prompt"], own)
+    if flags["prompt"]:
+        answer(setup, policies, cfg, flags["prompt"], flags)
         return
     if sys.stdin is None:       # closed, as by `<&-`
-        raise BadInput("--prompt: give one, since there is no input to read prompts from")
-    if isinstance(sys.stdin, io.TextIOWrapper):     # a line that is no text is refused alone
+        raise BadInput("--prompt: give one, since the input is closed")
+    if isinstance(sys.stdin, io.TextIOWrapper):     # so that only a line that is not text fails
         sys.stdin.reconfigure(errors="surrogateescape")
     for prompt in prompts_from(sys.stdin):
         try:
-            answer(setup, policies, cfg, prompt, own)
+            answer(setup, policies, cfg, prompt, flags)
         except BadInput as e:   # the next line may be better
             print(f"error: {e}", flush=True)
 

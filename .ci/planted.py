@@ -343,7 +343,7 @@ MISTAKES = [
         ("noise of another row", "noise[rows, t], sampling)", "noise[rows.roll(1), t], sampling)")),
     *of("fast.py",
         "test_own_model.py::test_a_step_and_its_influence_are_those_of_each_completion_alone",
-        ("no token in a log-prob's gradient", "slopes.scatter_add_(1, targets, grad)", "found")),
+        ("no token in a log-prob's gradient", "slopes.scatter_add_(1, targets, grad)", "slopes")),
     *of("rollout.py", "test_rollout.py::test_forced_tokens_stand_where_they_were_put",
         ("an environment's end token ends a row", "|= sampled & (token == end)",
          "|= self.tokens[rows, column] == end")),
@@ -547,7 +547,7 @@ MISTAKES = [
          "pieces(ids, block_size - 1)[:1]]"),
         ("a judge that counts the cleanest piece", "float(part.max())", "float(part.min())")),
     *of("judge/rewards.py", "test_judge.py::test_a_column_does_not_hide_what_the_step_knows",
-        ("a column before a fact", "known |= facts | {", "known = facts | known | {")),
+        ("a column before a fact", "offered |= facts | {", "offered = facts | offered | {")),
     *of("run/log.py",
         "test_report.py::test_noise_counts_the_completions_that_there_are_and_prompts_that_change_"
         "together",
@@ -672,7 +672,7 @@ MISTAKES = [
         "[004: ratio off on the first pass]",
         ("004, a ratio that is off: gone", "if difference > 0.05:", "if False:")),
     *of("common/files.py", "test_notes.py::test_a_language_model_is_no_judge",
-        ("002, the refusal of a language model as judge: gone", "    if found != kind:\n",
+        ("002, the refusal of a language model as judge: gone", "    if actual != kind:\n",
          "    if False:\n")),
     *of("run/flags.py", "test_notes.py::test_each_warning_fires_in_its_case_alone"
         "[001: own parts]",
@@ -696,7 +696,7 @@ MISTAKES = [
         ("after: config.json says what it made",
          "self.given.get(name, getattr(self, name))", "getattr(self, name)")),
     *of("run/after.py", "test_after.py::test_a_value_given_to_a_run_that_goes_on_wins",
-        ("after: beats what is given now", "if getattr(cfg, name) == given[name]", "if given")),
+        ("after: beats what is given now", "if getattr(cfg, name) == before[name]", "if given")),
     *of("grpo.py", "test_after.py::test_what_after_sets_is_what_a_resumed_run_is_given"
         "[learning_rate]",
         ("after: a rate that does nothing", 'cfg.given.get("learning_rate", cfg.learning_rate)',

@@ -13,8 +13,8 @@ from common.script import BadInput, shown
 
 def pick_device(name, threads=0):
     """torch.device for "auto", "cpu", "cuda", "cuda:1", ... Under torchrun each process of a
-    machine has a GPU of its own. Raise BadInput if the device does not exist. threads: of a
-    CPU; 0: torch's choice."""
+    machine has its own GPU. Raise BadInput if the device does not exist. threads: CPU threads; 0:
+    torch's choice."""
     if threads:
         torch.set_num_threads(threads)
 
@@ -35,24 +35,24 @@ def pick_device(name, threads=0):
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # with a mask cuDNN's attention can give NaN gradients on an H100 (torch 2.11 to 2.13), and
-        # it takes half a second for each new shape
+        # each new shape costs it half a second
         torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 
 def fast_dtype(device):
-    """bfloat16 where the hardware multiplies it faster than float32, else float32. GPUs do from
-    compute capability 8.0 on; older ones emulate it."""
+    """bfloat16 where the hardware multiplies it faster than float32, else float32. GPUs have it
+    from compute capability 8.0 on; older ones emulate it."""
     if torch.device(device).type == "cuda":
-        has_it = torch.cuda.is_bf16_supported(including_emulation=False)
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        has_it = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-    return torch.bfloat16 if has_it else torch.float32
+        has_bfloat16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
 def set_precision(device, dtype):
-    """float32 products of a GPU, as those of the vocabulary head, are in the faster TF32 where
-    others are in bfloat16, never where float32 is asked for."""
+    """Let a GPU compute float32 products, such as the vocabulary head's, in the faster TF32, unless
+    dtype is float32."""
     if device.type == "cuda":
         exact = dtype == torch.float32
         torch.set_float32_matmul_precision("highest" if exact else "high")
@@ -60,7 +60,7 @@ def set_precision(device, dtype):
 
 @contextlib.contextmanager
 def full_precision():
-    """Around products outside autocast that are called float32: they are not in TF32 either."""
+    """Around float32 products outside autocast: compute them in float32, not in TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -70,7 +70,7 @@ def full_precision():
 
 
 def pick_dtype(name, device):
-    """torch dtype of the forward passes for the setting dtype; see fast_dtype."""
+    """The torch dtype of forward passes, from the setting dtype; see fast_dtype."""
     dtype = torch.float32
     if name == "fast" or (name == "auto" and device.type == "cuda"):
         dtype = fast_dtype(device)
@@ -87,15 +87,15 @@ def autocast(device, dtype):
 
 
 def exact_linear(layer, x):
-    """Apply a Linear to x (..., C) in the dtype of its weights, also under autocast: bfloat16 would
-    round a judge's logits near -5, those of clean texts, by 0.016 and make many of them equal."""
+    """Apply a Linear to x (..., C) in the dtype of its weights, even under autocast: clean texts
+    have logits near -5, which bfloat16 would round by 0.016, so that many became equal."""
     with torch.autocast(x.device.type, enabled=False):
         return layer(x.to(layer.weight.dtype))
 
 
 def why_no_gpu():
-    """Why a torch that is built for GPUs sees none, in torch's words; "" where there is nothing to
-    say."""
+    """Why a torch built for GPUs sees none, in torch's words; "" if it sees one, or was built
+    without GPUs."""
     if torch.version.cuda is None or torch.cuda.is_available():
         return ""
     try:
@@ -107,15 +107,15 @@ def why_no_gpu():
 
 
 def gpu_name(device):
-    """What a GPU calls itself. One whose driver does not say it can be used all the same."""
+    """A GPU's name. A run can do without, where the driver does not know it."""
     try:
         return torch.cuda.get_device_name(device)
     except Exception as e:
-        return f"its name is not known: {type(e).__name__}"
+        return f"unknown name: {type(e).__name__}"
 
 
 def machine(name, device, dtype):
-    """One line: what this command computes on. name: the setting device."""
+    """One line about the device, dtype and threads of this command. name: the setting device."""
     gpu = f" ({gpu_name(device)})" if device.type == "cuda" else ""
     precision = str(dtype).removeprefix("torch.")
     why = why_no_gpu() if name == "auto" else ""
@@ -123,7 +123,7 @@ def machine(name, device, dtype):
 
 
 def read_proc(name):
-    """Text of a file in /proc, "" where there is none: only Linux has it."""
+    """Text of a file in /proc, or "": only Linux has it."""
     try:
         return Path("/proc", name).read_text()
     except OSError:
@@ -131,7 +131,7 @@ def read_proc(name):
 
 
 def memory(device):
-    """Bytes in use, by torch on a GPU, by this process on a CPU. None: unknown."""
+    """Bytes in use: by torch on a GPU, by this process on a CPU. None: unknown."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     pages = read_proc("self/statm").split()
@@ -142,6 +142,6 @@ def free_memory(device):
     """Free memory in bytes, of the GPU or of the host. inf: unknown."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held  # what torch holds for later is free too
+        return torch.cuda.mem_get_info(device)[0] + held  # torch's own reserve is free too
     available = re.search(r"MemAvailable: *(\d+)", read_proc("meminfo"))
     return 1024 * int(available[1]) if available else math.inf

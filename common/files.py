@@ -1,4 +1,4 @@
-"""Files: written to a temporary name and renamed, read without running what is in them."""
+"""Files: written under a temporary name and renamed; read without running any code in them."""
 import contextlib
 import csv
 import errno
@@ -21,7 +21,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def file_of_package(name, module, package):
-    """The path of a file in an installed package, which is never imported."""
+    """The path of a file in an installed package. The package is not imported."""
     spec = importlib.util.find_spec(module)
     for folder in spec.submodule_search_locations if spec else []:
         for path in Path(folder).rglob(name):
@@ -36,13 +36,13 @@ def remove(path):
         os.remove(path)
 
 
-# what a disk answers that cannot do it: some network and FUSE disks, folders on Windows
+# errors of disks without fsync: some network and FUSE disks, folders on Windows
 CANNOT_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF)
 
 
 def flush(path):
-    """Wait until a file, or the names in a folder, are on the disk. False where that disk cannot
-    be waited for."""
+    """Wait until a file, or the names in a folder, are on the disk. False if the disk has no
+    fsync."""
     try:
         number = os.open(path, os.O_RDONLY)
         try:
@@ -59,7 +59,7 @@ def flush(path):
 @contextlib.contextmanager
 def replacing(path):
     """Yield a temporary name. The file or folder made there takes the name `path` at the end: a
-    reader sees the old one or the new one, never half, also after a power failure."""
+    reader sees the old one or the new one, never half of it, even after a power failure."""
     tmp = f"{path}.{os.getpid()}.tmp"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -76,20 +76,20 @@ def replacing(path):
 
 
 def is_plain(path):
-    """Whether a file can be written in place: nothing is there, or a regular file that has no
-    other link. A link leads to a file of another folder, and a pipe is waited for."""
+    """True if `path` is free, or a regular file with one hard link. Writing to a link would change
+    a file of a different folder, and writing to a pipe would wait."""
     is_file = os.path.isfile(path) and not os.path.islink(path)
     return os.stat(path).st_nlink == 1 if is_file else not os.path.lexists(path)
 
 
 @contextlib.contextmanager
 def opened_text(path):
-    """A UTF-8 file to read; one that ends in .gz is unpacked. BadInput names the line of what is no
-    text."""
-    if not os.path.isfile(path):    # a pipe is waited for, a device may have no end
+    """Open a UTF-8 file for reading, unpacked if it ends in .gz. BadInput names the line that is
+    not UTF-8."""
+    if not os.path.isfile(path):    # reading a pipe would wait, a device may be endless
         raise BadInput(f"{path}: no such file")
 
-    # text, a line at a time; errors say which one
+    # read it as text; find the line only if there is an error
     opener = gzip.open if str(path).endswith(".gz") else open
     try:
         with opener(path, "rt", encoding="utf-8-sig", newline="") as f:
@@ -108,7 +108,7 @@ def read_text(path):
 
 
 def read_json(path, missing=None):
-    """What a JSON file holds, or `missing`, if given, when there is no such file."""
+    """The content of a JSON file, or `missing`, if given, when the file does not exist."""
     if missing is not None and not os.path.exists(path):
         return missing
     text = read_text(path)
@@ -124,13 +124,12 @@ def write_json(path, content):
 
 
 def csv_rows(lines, path):
-    """Rows of a .csv file with a header, as dicts. A quote that never closes would swallow the rows
-    behind it, so it is refused."""
-    # strict refuses such a quote
+    """Rows of a .csv file with a header, as dicts. Refuse a quote that never closes: it would
+    swallow the rows after it."""
     csv.field_size_limit(2 ** 30)
-    reader = csv.DictReader(lines, strict=True)
-    number = 0      # of the last whole row
-    line = 1        # where the next one begins
+    reader = csv.DictReader(lines, strict=True)     # strict: refuses such a quote
+    number = 0      # number of the last whole row
+    line = 1        # line where the next row begins
     try:
         if reader.fieldnames is not None and not any(map(str.strip, reader.fieldnames)):
             raise BadInput(f"{path}: line 1 is empty, and must be the header")
@@ -142,8 +141,8 @@ def csv_rows(lines, path):
             yield row
     except csv.Error as e:
         raise BadInput(f"{path}: row {number + 1}, which begins in line {line}, cannot be read "
-                       f"({e}): a value that begins with a quote ends with one, and a quote inside "
-                       "is written twice") from e
+                       f"({e}): a value that begins with a quote must end with one; write a quote "
+                       "inside it twice") from e
 
 
 def json_row(line, number, path):
@@ -160,7 +159,7 @@ def json_row(line, number, path):
 
 
 def without_nul(lines, path):
-    """These lines, refused where they are no UTF-8: plain English in UTF-16 looks like it."""
+    """These lines. Refuse NUL, which shows that a file is UTF-16, not UTF-8."""
     for number, line in enumerate(lines, 1):
         if "\0" in line:
             raise BadInput(f"{path}: line {number} holds NUL, so it is not UTF-8; save the file as "
@@ -169,18 +168,17 @@ def without_nul(lines, path):
 
 
 def ending_of(path):
-    """".txt", ".csv" or ".jsonl", also of a packed file: rows.csv.gz."""
+    """The ending of a path without .gz: ".csv" for rows.csv and rows.csv.gz."""
     return os.path.splitext(str(path).removesuffix(".gz"))[1]
 
 
 def each_row(path):
-    """Rows of a .csv (with a header) or .jsonl file as dicts; of a .txt file {"text": line}. One by
-    one: the file may be large. BadInput names the row."""
+    """Yield the rows of a .csv (with a header) or .jsonl file as dicts, a .txt file's lines as
+    {"text": line}. One at a time: the file may be large. BadInput names the row."""
     ending = ending_of(path)
     if ending not in (".txt", ".csv", ".jsonl"):
         raise BadInput(f"{path}: must end in .txt, .csv or .jsonl, or one of these and .gz")
 
-    # line by line
     with opened_text(path) as text:
         lines = without_nul(text, path)
         if ending == ".txt":
@@ -198,38 +196,35 @@ def read_rows(path):
 
 
 def read_log(path):
-    """Rows of a log of a run. Of a run that was killed, or is at work, half a last line is left
-    out."""
+    """Rows of a run's log. If the run was killed, or is still writing, drop its half last line."""
     if not os.path.isfile(path):
         raise BadInput(f"{path}: no such file")
     with open(path, "rb") as f:
         *lines, last = f.read().split(b"\n")
 
-    # a half last line is still being written, or never will be
+    # is the last line whole?
     try:
         json.loads(last)
-        lines.append(last)      # it is whole
+        lines.append(last)
     except (ValueError, RecursionError):
         pass
-
-    # all others are whole
     return [json_row(line, number, path)
             for number, line in enumerate(filter(bytes.strip, lines), 1)]
 
 
 def read_back(file):
-    """Read what torch.save wrote as load_torch does, its tables alone: tensors without their
-    numbers, which takes no time."""
+    """Read what torch.save wrote, as load_torch does, but tensors without their numbers, which is
+    fast."""
     return torch.load(file, map_location="meta", weights_only=True)
 
 
-# what torch.save and reading it raise for a value that is neither a table, a number nor a tensor
+# errors of torch.save and torch.load for a value that is neither a table, a number nor a tensor
 NOT_DATA = (pickle.PickleError, AttributeError, TypeError)
 
 
 def not_data(value, where=""):
-    """Where in a value something stands that a file cannot give back, and what it is; "" if
-    nothing does."""
+    """Where in a value there is something that a file could not give back, and what it is; "" if
+    nowhere."""
     # look into plain tables; a tensor is fine
     items = ()
     if type(value) is dict:
@@ -243,39 +238,39 @@ def not_data(value, where=""):
         except NOT_DATA:
             return f"{where} = {shown(value)}"
     for key, x in items:
-        if found := not_data(key, f"{where}, a key") or not_data(x, f"{where}[{key!r}]"):
-            return found
+        if place := not_data(key, f"{where}, a key") or not_data(x, f"{where}[{key!r}]"):
+            return place
     return ""
 
 
 def save_file(path, kind, **content):
-    """Write a checkpoint of this kind: "policy", "judge", "run", ... BadInput for what could not be
-    read again, before it takes the place of what can."""
+    """Write a checkpoint of this kind: "policy", "judge", "run", ... BadInput for content that
+    could not be read again; the file that was there then stays."""
     with replacing(path) as tmp:
-        open(tmp, "wb").close()     # says why, where no file can be made
+        open(tmp, "wb").close()     # raises a clear error if a file cannot be made here
         try:
             torch.save({"kind": kind, **content}, tmp)
             read_back(tmp)
         except RuntimeError as e:   # how torch reports it
             raise OSError("the disk is full, or a file may not be that large") from e
         except NOT_DATA as e:
-            raise BadInput(f"{path}: is not written, since it could not be read again: "
+            raise BadInput(f"{path}: not written, since it could not be read again: "
                            f"{not_data(content) or shown(e)}: must be a tensor, a number, text, or "
                            "a dict or list of these; what was saved before is still there") from e
 
 
 def check_sums(path):
-    """Raise ValueError if a check sum is wrong, which torch does not look at."""
+    """Raise ValueError if a check sum is wrong. torch does not check them."""
     with zipfile.ZipFile(path) as f:
         if f.testzip():
             raise ValueError
 
 
 def load_torch(path, kind=None, tables_only=False):
-    """What torch.save wrote, on the CPU: tables and numbers only, nothing in it is run. A relative
-    path is looked for here, then beside the code: data/policy.pt. BadInput when it is missing or
-    broken. kind: what the file should be, for the advice. tables_only: tensors without their
-    numbers, at once."""
+    """Read what torch.save wrote, onto the CPU: tables and numbers only, never code. Look for a
+    relative path here, then beside the code: data/policy.pt. BadInput if it is missing or broken.
+    kind: what the file should be, for the advice. tables_only: tensors without their numbers, which
+    is fast."""
     here = path if os.path.exists(path) else os.path.join(ROOT, path)
     if not os.path.isfile(here):
         raise BadInput(f"{path}: no such file")
@@ -296,17 +291,17 @@ def load_torch(path, kind=None, tables_only=False):
 
 def check_kind(content, kind, path):
     """Raise BadInput unless save_file wrote this for that kind."""
-    found = content.get("kind") if isinstance(content, dict) else None
-    if found is None:
-        raise BadInput(f"{path}: is no checkpoint of this project, of kind {kind!r}, and none of "
-                       "nanoGPT's train.py, with model_args; weights alone, a state_dict(), have "
-                       "no shape")
-    if found != kind:
-        raise BadInput(f"{path}: holds {found!r} where a checkpoint of kind {kind!r} is needed")
+    actual = content.get("kind") if isinstance(content, dict) else None
+    if actual is None:
+        raise BadInput(f"{path}: is neither a checkpoint of this project, of kind {kind!r}, nor "
+                       "one of nanoGPT's train.py, with model_args; a bare state_dict() does not "
+                       "say its shape")
+    if actual != kind:
+        raise BadInput(f"{path}: holds {actual!r} where a checkpoint of kind {kind!r} is needed")
 
 
 def load_file(path, kind):
-    """The dict that save_file wrote, on the CPU: see load_torch. BadInput for another kind."""
+    """The dict that save_file wrote, on the CPU: see load_torch. BadInput for a different kind."""
     content = load_torch(path, kind)
     check_kind(content, kind, path)
     return content
@@ -314,7 +309,8 @@ def load_file(path, kind):
 
 @contextlib.contextmanager
 def undamaged(path):
-    """Around code that uses a loaded file: what is missing or malformed in it ends in one line."""
+    """Around code that uses a loaded file: if something in it is missing or malformed, end in one
+    line."""
     try:
         yield
     except BadInput:
@@ -325,7 +321,7 @@ def undamaged(path):
 
 
 def load_weights(path, module, weights):
-    """module <- weights, in the module's own precision. BadInput where names or shapes are not the
+    """module <- weights, in the module's own precision. BadInput unless names and shapes are the
     same."""
     try:
         module.load_state_dict(weights)
@@ -334,14 +330,14 @@ def load_weights(path, module, weights):
 
 
 MOMENTS = {torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
-           getattr(torch.optim, "Muon", None): {"momentum_buffer"}}     # torch 2.8 has none
+           getattr(torch.optim, "Muon", None): {"momentum_buffer"}}     # torch 2.8 lacks it
 
 
 def load_optimizer(optimizer, state):
-    """optimizer <- the moments in state. ValueError where one is missing, or has another shape than
-    its weights: AdamW would not notice, and read and write other memory."""
-    # the groups of torch's optimizers hold settings, which are those of today, not the file's. One
-    # of another class may count there (Schedule-Free, Prodigy): only its rate is a setting
+    """optimizer <- the moments in state. ValueError if one is missing, or its shape is not its
+    weight's: AdamW would not notice, and would read and write memory that is not its own."""
+    # the groups of torch's optimizers hold settings: keep the current ones, not the file's. An
+    # optimizer from elsewhere may count in its groups (Schedule-Free, Prodigy): keep only its rate
     groups = optimizer.state_dict()["param_groups"]
     if not type(optimizer).__module__.startswith("torch."):
         rates = [{name: group[name] for name in ("lr", "initial_lr") if name in group}
@@ -349,9 +345,9 @@ def load_optimizer(optimizer, state):
         groups = [was | rate for was, rate in zip(state["param_groups"], rates, strict=True)]
     optimizer.load_state_dict(state | {"param_groups": groups})
 
-    # are the moments there, and of these weights?
+    # are all moments there, each with its weight's shape?
     wanted = MOMENTS.get(type(optimizer))
-    if wanted is None:      # a user's, of which nothing is known
+    if wanted is None:      # a user's optimizer: its moments are unknown
         return
     for p, moments in optimizer.state.items():
         if not wanted <= moments.keys():        # with amsgrad there is one more

@@ -1,7 +1,7 @@
 """
-What ends a run: numbers that show a bug, or that would spoil the weights. Nothing is lost: the step
-is not taken, and the last checkpoint is good. grpo.py and tracin.py call these, with numbers that
-run/meter.py has counted.
+Checks that end a run, when a number shows a bug or would spoil the weights. Nothing is lost: the
+step is not taken, and the last checkpoint is good. grpo.py and tracin.py call them, with numbers
+from run/meter.py.
 """
 import math
 
@@ -14,8 +14,8 @@ def tolerance_of(dtype):
 
 
 def logp_error(mean, largest, dtype):
-    """How far log-probs differ that should be equal -> (nats, tolerance): the largest difference in
-    float32, the mean in bfloat16."""
+    """How far two equal log-probs differ -> (nats, tolerance): the largest difference in float32,
+    the mean in bfloat16."""
     return largest if dtype == torch.float32 else mean, tolerance_of(dtype)
 
 
@@ -25,9 +25,9 @@ def moments_of(optimizer):
 
 
 def not_finite(setup, advantages, logps):
-    """Say what is not finite, the cause before its effects, and what to do. advantages, logps: how
-    many of them are not."""
-    # a step with such moments has spoilt the weights, too
+    """Say what is not finite, causes before effects, and what to do. advantages, logps: how many of
+    them are not finite."""
+    # moments first: a step with bad moments has spoilt the weights too
     if not all(x.isfinite().all() for x in moments_of(setup.optimizer)):
         return "A moment of the optimizer is not finite: continue from an earlier checkpoint"
     weights = setup.policy.named_parameters()
@@ -35,8 +35,7 @@ def not_finite(setup, advantages, logps):
         return (f"The weights of {bad[0]} are not finite: the policy's file or the checkpoint "
                 "is damaged, continue from an earlier one")
     if advantages:
-        return ("A reward, or the advantage made of it, is not finite: let the reward function "
-                "return less")
+        return ("A reward, or its advantage, is not finite: let the reward function return less")
     if logps:
         return ("A log-prob of a sampled token is not finite: raise temperature, or take dtype "
                 "= 'float32'")
@@ -54,20 +53,20 @@ def check_ratio(meter, setup):
     if not error <= tolerance:
         raise SystemExit(
             "stopped before the first step: the ratio is not 1, sampler and trainer disagree by "
-            f"{error:.3g} nats on a token: by another temperature, a shift by a token, or "
-            "something in the model that is random or sees padding (or try dtype = 'float32', or "
-            "device = 'cpu')")
+            f"{error:.3g} nats on a token: is the temperature different, are the tokens shifted by "
+            "one, or is something in the model random, or does it see padding? (Or try dtype = "
+            "'float32', or device = 'cpu')")
 
 
 def check_scores(influence):
-    """Before a selection by the influence (n,) of rollouts."""
+    """Before rollouts are selected by their influence (n,): is it finite?"""
     if not influence.isfinite().all():
         raise SystemExit("stopped: an influence is not finite, because the weights or the target's "
                          "rewards are not. The last checkpoint is intact")
 
 
 def check_influence(error, dtype):
-    """Before the first step of a run: is influence that of plain backwards? error: by
+    """Before the first step of a run: does influence agree with plain backwards? error: from
     tracin.true_error."""
     tolerance = tolerance_of(dtype)
     if not error <= tolerance:
@@ -78,8 +77,8 @@ def check_influence(error, dtype):
 
 
 def check_step(setup, loss, grad_norm, strays, *suspects):
-    """Before each step: by the loss so far, the norm of its gradient, and suspects_of
-    (run/metrics.py), over all processes."""
+    """Before each step: are loss and gradient finite, and only the policy's tokens under the loss?
+    strays, suspects: from suspects_of (run/metrics.py), over all processes."""
     if strays:
         raise SystemExit(
             f"stopped: {strays:.0f} tokens under the loss are the environment's, which the policy "

@@ -1,14 +1,13 @@
 """
-What a setting is beside its type, written with the type: `top_p: Free[Share]`. A plain int or float
-is at least 0.
+Marks for settings, written with the type: `top_p: Free[Share]`. A plain int or float is at least 0.
 """
 from typing import Annotated, Any, Callable, NamedTuple, TypeVar, get_args
 
 T = TypeVar("T")
 
-# what may be ignored: the same run goes on with another value; an account of the training may have
-# another one; a run cannot even go on with another one by --resume, since the weights would not
-# fit; the config file's `after` may change it within a run
+# what a different value does. Free: it is still the same run. Harmless: an account may use it, too.
+# Fixed: not even --resume can go on with it, since the weights would not fit. Live: the config
+# file's `after` may set it within a run
 Free = Annotated[T, "free"]
 Harmless = Annotated[T, "harmless"]
 Fixed = Annotated[T, "fixed"]
@@ -18,7 +17,7 @@ Variant = Annotated[str, "variant"]     # beside the core's own values: a name i
 
 
 class Range(NamedTuple):
-    """What numbers must be: in words, and whether one is."""
+    """A condition on a number, in words and as a function."""
     words: str
     holds: Callable[[Any], bool]
 
@@ -41,5 +40,5 @@ Temperature = Annotated[float, at_least(1e-6)]
 
 
 def kinds_of(hint):
-    """What is written beside a type, or beside one of several: words and Ranges."""
+    """The marks of a type, or of each type in a union: words and Ranges."""
     return [kind for part in (hint, *get_args(hint)) for kind in getattr(part, "__metadata__", ())]

@@ -1,7 +1,6 @@
 """
-What a run asks of the processes that share it. A single one has nothing to share: its functions are
-here. Under torchrun those of extras/torchrun take their places, and each process has a share of the
-rows.
+How the processes of a run share its work. The functions here serve a single process. Under torchrun
+the functions of extras/torchrun replace them, and each process has a share of the rows.
 """
 import contextlib
 
@@ -37,7 +36,7 @@ def sum_gradients(parameters):
 
 
 def rank0_first():
-    """Around a block that rank 0 runs first; the others then find the files that it made."""
+    """Around a block that rank 0 runs first, so that the others find the files it made."""
     return contextlib.nullcontext()
 
 
@@ -46,7 +45,7 @@ def join():
 
 
 def leaving():
-    """Around all that a process does: afterwards it has left the others."""
+    """Around all that a process does: leave the others at the end."""
     return contextlib.nullcontext()
 
 

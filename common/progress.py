@@ -1,10 +1,10 @@
-"""How far a long task is, in lines."""
+"""Print the progress of a long task."""
 import time
 
 
 class Progress:
-    """How far a long task is and how long it will take, printed at most every ten seconds. start:
-    how much of the total was done before."""
+    """How far a task has come and how long the rest will take, printed at most every ten seconds.
+    start: how much of the total was done before."""
 
     EVERY = 10
 

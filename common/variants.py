@@ -1,5 +1,5 @@
 """
-Values of settings that the core does not know: --loss_type=sapo is `sapo` of extras/variants/
+Values of settings beyond the core's own: --loss_type=sapo finds `sapo` in extras/variants/
 loss_type, a function or, where several belong together, a file of them.
 """
 import os
@@ -11,12 +11,12 @@ HERE = os.path.isdir(f"{ROOT}/extras/variants")     # it may have been deleted
 
 
 def variant(setting, value):
-    """What a value of a setting stands for."""
+    """The function, or file of functions, that a value of a setting names."""
     return getattr(import_module(f"extras.variants.{setting}"), value)
 
 
 def variants_of(setting):
-    """The values that extras/variants knows of a setting; () where the folder was deleted."""
+    """The values of a setting that extras/variants has; () if the folder was deleted."""
     if not HERE:
         return ()
     module = import_module(f"extras.variants.{setting}")

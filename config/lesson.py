@@ -1,4 +1,4 @@
-# The small world of the lessons: made-up sentences, and as reward the share of the letter e.
+# The small world of the lessons: made-up sentences; the reward is the share of the letter e.
 #     python docs/lesson/lesson.py, then influence.py
 #     python grpo.py config/lesson.py        # the same world, trained
 import random as _random

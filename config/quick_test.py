@@ -15,10 +15,10 @@ judge = None
 eval_judge = None
 num_eval_prompts = 16
 num_eval_generations = 8
-log_micro = False  # an iteration a line, for who reads it for the first time
+log_micro = False  # one line per iteration
 expect_rise = 0.3  # from 0.34; it ends near 0.98
 
 
 def reward(prompts, completions):
-    """Share of the letter e, by a quarter of the text: for more the text would become eeee."""
+    """Share of the letter e, full marks from a quarter on: more would reward eeee."""
     return [min(1.0, 4 * text.count("e") / max(1, len(text))) for text in completions]

@@ -1,4 +1,4 @@
-# Learn only from the rollouts that make good comments more likely: a target of one's own.
+# Learn only from the rollouts that make good comments more likely: a target of your own.
 #     python grpo.py config/tracin_target.py
 from config.toxicity import *
 

@@ -7,11 +7,11 @@ and tweets (Jigsaw and Davidson et al. 2017), one in five labelled offensive.
 
 The splits keep training apart from measuring:
     judge_a        trains the judge that gives the reward
-    judge_b        trains the judge of the evaluation; the two judges share no comment
+    judge_b        trains the evaluation's judge, which shares no comments with the first
     train_prompts  their first words are the prompts of training
     eval_prompts   their first words are the prompts of the evaluation
-The small default policy is pretrained on judge_a and judge_b. The other two are held out from the
-policy and the judges.
+The small default policy is pretrained on judge_a and judge_b. The policy and the judges never see
+the other two splits.
 """
 import hashlib
 import math
@@ -19,8 +19,8 @@ import math
 from common.files import each_row, file_of_package
 from common.script import BadInput, shown
 
-NO_LABEL = ("", "-1", "-1.0")      # what is written where nobody has rated a comment
-# percentiles of a hash of the text: the order of the file does not matter, and duplicates share a
+NO_LABEL = ("", "-1", "-1.0")      # marks of a comment that nobody has rated
+# percentiles of a hash of the text, so that the file's order does not matter and duplicates share a
 # split
 SPLITS = {
     "train_prompts": (0, 5),
@@ -36,18 +36,18 @@ def default_comments():
 
 
 def field_of(row, name):
-    """A field of a row, None without. "a.b" is the column of that name, or else b inside a."""
+    """A field of a row, or None. "a.b" is the column of that name, or else b inside a."""
     if not isinstance(row, dict):
         return None
 
-    # a column of this very name comes first
+    # a column with exactly this name comes first
     if row.get(name) is not None:
         return row[name]
     parts = name.split(".")
     for i in range(len(parts) - 1, 0, -1):      # a may have a dot, too
-        found = field_of(row.get(".".join(parts[:i])), ".".join(parts[i:]))
-        if found is not None:
-            return found
+        value = field_of(row.get(".".join(parts[:i])), ".".join(parts[i:]))
+        if value is not None:
+            return value
     return None
 
 
@@ -73,15 +73,15 @@ def read_label(value, name, where):
 
 
 def clean(text):
-    """Put a comment on one line and remove the CSV quotes that are left over in the source. Half a
-    character becomes a question mark."""
+    """Put a comment on one line and remove leftover CSV quotes. Half a character becomes a question
+    mark."""
     words = text.encode(errors="replace").decode().replace('""', '"').split()
     return " ".join(words).strip('"').strip()
 
 
 def load_comments(path=None, text_field="text", label_field="is_offensive"):
-    """Read a .csv or .jsonl file with these two columns; None: the default file -> [(text, label)],
-    label 1.0 for toxic and 0.0 for clean."""
+    """Read the two columns of a .csv or .jsonl file, or of the default file if path is None ->
+    [(text, label)], label 1.0 for toxic and 0.0 for clean."""
     if path is None:
         path = default_comments()
         text_field = "text"
@@ -89,12 +89,12 @@ def load_comments(path=None, text_field="text", label_field="is_offensive"):
 
     # text and label of every row
     comments = []
-    left_out = []       # names of fields of rows without a label
+    left_out = []       # for each row without a label, the names of its fields
     for number, row in enumerate(each_row(path), 1):
         where = f"{path}: row {number}"
         if field_of(row, text_field) is None:
-            raise BadInput(f"{where} has no field {text_field!r}; it has {sorted(row)}: name it as "
-                           "text_field")
+            raise BadInput(f"{where} has no field {text_field!r}; it has {sorted(row)}: set "
+                           "text_field to one of these")
         text = clean(as_text(field_of(row, text_field), text_field, where))
         label = field_of(row, label_field)
         if label is None or str(label).strip() in NO_LABEL:
@@ -103,17 +103,17 @@ def load_comments(path=None, text_field="text", label_field="is_offensive"):
             comments.append((text, read_label(label, label_field, where)))
     if left_out and not comments:
         raise BadInput(f"{path}: no row has a label in {label_field!r}; the first has "
-                       f"{left_out[0]}: name it as label_field")
+                       f"{left_out[0]}: set label_field to one of these")
     if not comments:
         raise BadInput(f"{path}: holds no comments")
     if left_out:
-        print(f"note: {path}: rows without {label_field!r} (none, empty or -1) are left out: "
-              f"{len(left_out)}")
+        print(f"note: {path}: {len(left_out)} rows without {label_field!r} (none, empty or -1) are "
+              "left out")
     return comments
 
 
 def split_of(text):
-    """The name of the split that a text belongs to."""
+    """The name of a text's split."""
     digest = hashlib.sha256(text.casefold().encode()).hexdigest()
     percent = int(digest[:8], 16) % 100
     return next(name for name, (low, high) in SPLITS.items() if low <= percent < high)

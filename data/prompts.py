@@ -13,19 +13,19 @@ from common.script import BadInput, asked_for, seed_for, shown
 from data.comments import as_text, field_of, load_splits, split_comments
 from data.tokenizer import special_tokens
 
-SEED = 0                # of what a config file makes up
+SEED = 0                # for the config file's `questions`
 NUM_QUESTIONS = 4096
 
 
 class Prompt(NamedTuple):
     text: str
     ids: list   # its tokens
-    row: dict   # all columns of its row in the file, for rewards; without columns {"text": text}
+    row: dict   # all columns of its row, for rewards; {"text": text} if there are none
 
 
 def starts_of(comments, cfg):
-    """Take the first words of each comment, their number drawn from prompt_words. Comments that
-    leave nothing to complete are skipped."""
+    """Take the first words of each comment, as many as drawn from prompt_words. Skip comments that
+    leave nothing to complete."""
     rows = []
     for text, _ in comments:
         words = text.split(" ")
@@ -37,8 +37,8 @@ def starts_of(comments, cfg):
 
 def encode_prompt(tokenizer, content, where):
     """Encode a prompt, a text or a list of messages for a chat model -> (its text for rewards and
-    logs, its ids). The ids of a text begin with the <bos> that the model's own tokenizer puts
-    there. where: names the prompt in a BadInput."""
+    logs, its ids). If the model's own tokenizer begins a text with <bos>, so do the ids. where:
+    names the prompt in a BadInput."""
     # a chat, in the model's own template
     if isinstance(content, list):
         if getattr(tokenizer, "chat_template", None) is None:   # only a published model has one
@@ -46,7 +46,7 @@ def encode_prompt(tokenizer, content, where):
                            "and this policy has no chat template")
         return tokenizer.encode_chat(content, where)
 
-    # or text as it is, unless its bytes were of another encoding
+    # or a plain text, unless it was read in the wrong encoding
     try:
         content.encode()
     except UnicodeEncodeError as e:
@@ -57,29 +57,29 @@ def encode_prompt(tokenizer, content, where):
 
 
 def note_blanks(texts, source):
-    """Print a note if some texts to continue end in a blank, after which a policy is out of its
-    depth: a token of a word has its blank in front."""
+    """Print a note if texts to continue end in a blank: a word's token begins with its blank, so a
+    policy has hardly seen a word after a separate one."""
     count = sum(text.endswith((" ", "\t")) for text in texts)
     if count:
-        print(f"note: {source}: {count} of {len(texts)} end in a blank, and the next word has one "
-              "in front: few words fit then; take the blanks off")
+        print(f"note: {source}: {count} of {len(texts)} end in a blank, but a word's token begins "
+              "with one: remove the blanks")
 
 
 def note_texts(tokenizer, prompts, field, source):
-    """Print notes on prompts that are plain text and look like something else."""
+    """Print notes about plain-text prompts that look like chats."""
     plain = [prompt.text for prompt in prompts
              if not isinstance(field_of(prompt.row, field), list)]
     note_blanks(plain, f"{source}: prompts")
 
-    # somebody has rendered them already; as text a mark is a dozen tokens of brackets and bars
+    # chats that were rendered already: as text, a mark is a dozen tokens of brackets and bars
     marks = special_tokens(tokenizer)
-    found = [mark for text in plain for mark in marks if mark in text]
-    if found:
+    present = [mark for text in plain for mark in marks if mark in text]
+    if present:
         count = sum(any(mark in text for mark in marks) for text in plain)
-        print(f"note: {source}: {count} of {len(prompts)} prompts hold {found[0]}, which stays "
+        print(f"note: {source}: {count} of {len(prompts)} prompts hold {present[0]}, which stays "
               "text there and becomes no special token; give a chat as a list of messages")
 
-    # a list of messages that a table of text has made text
+    # lists of messages that a .csv or .txt file has turned into text
     count = sum(bool(re.match(r"\s*\[\s*\{.*['\"]role['\"]", text, re.DOTALL)) for text in plain)
     if count:
         print(f"note: {source}: {count} of {len(prompts)} prompts are messages that became text, "
@@ -92,7 +92,7 @@ def read_prompt(tokenizer, row, field, where):
     if content is None:
         raise BadInput(f"{where} is {shown(row)}: must hold the prompt as {field!r}")
 
-    # rewards ask for a chat as `messages`, unless that is a column, and for text as its column
+    # a reward takes a chat as `messages`, unless that is a column, and a text by its column
     if isinstance(content, list):
         row = {"messages": content} | row
     else:
@@ -102,18 +102,18 @@ def read_prompt(tokenizer, row, field, where):
 
 
 def made_up_rows(cfg):
-    """What questions(n, seed) of the config file makes up: about n dicts with the prompt's "text"
-    and what rewards ask for."""
+    """The rows that the config file's questions(n, seed) returns: about n dicts with the prompt's
+    "text" and whatever rewards need."""
     rows = cfg.functions["questions"](NUM_QUESTIONS, SEED)
     if not isinstance(rows, list):
         raise BadInput(f"questions returned {shown(rows)}: must be a list of rows")
-    return [copy.deepcopy(row) for row in rows]     # which share nothing with each other
+    return [copy.deepcopy(row) for row in rows]     # so that rows share nothing
 
 
 def prompts_from(path, comments, cfg, tokenizer, limit):
-    """The prompts of at most `limit` tokens of a file's rows; else of those that the config file's
-    `questions` makes up; else of comments."""
-    # rows, and the field that has the prompt
+    """Prompts of at most `limit` tokens: from a file's rows, else from the config file's
+    `questions`, else from comments."""
+    # rows, and the field that holds the prompt
     field = "text"
     if path:
         source = path
@@ -133,16 +133,15 @@ def prompts_from(path, comments, cfg, tokenizer, limit):
     note_texts(tokenizer, prompts, field, source)
     fitting = [prompt for prompt in prompts if 1 <= len(prompt.ids) <= limit]
     left_out = len(prompts) - len(fitting)
-    if left_out and source != "comments":       # of these there are enough
+    if left_out and source != "comments":       # there are plenty of comments
         print(f"{source}: {left_out} of {len(rows)} prompts are empty or longer than {limit} "
               "tokens (block_size - max_completion_length) and are left out")
     return fitting
 
 
 def load_prompts(cfg, tokenizer, block_size):
-    """The training prompts, the evaluation prompts and the other held-out prompts, lists of
-    Prompt. Each has at least one token, and leaves room for a completion in a policy's
-    block_size."""
+    """-> training prompts, evaluation prompts, and the remaining held-out prompts, lists of Prompt.
+    Each has at least one token, and leaves room for a completion in the policy's block_size."""
     limit = block_size - cfg.max_completion_length
     if limit < 1:
         raise BadInput(f"max_completion_length = {cfg.max_completion_length}: leaves no room for a "
@@ -163,17 +162,17 @@ def load_prompts(cfg, tokenizer, block_size):
                        f"1 to {limit} tokens (block_size - max_completion_length); give more, or a "
                        "file for each")
 
-    # as many as are asked for; what is left of the held-out ones is for a target
+    # as many as the settings say; the remaining held-out prompts are for a target
     train = train[:cfg.max_prompts or None]
     n = cfg.num_eval_prompts
     trained_on = {prompt.text for prompt in train}
     used = held_out if cfg.tracin_val_prompts else held_out[:n]
     count = sum(prompt.text in trained_on for prompt in used)
     if count > len(used) / 20:      # a few beginnings of comments are alike
-        print(f"note: {count} of {len(used)} held-out prompts are trained on, too: what is "
-              "measured on them is not of new prompts")
+        print(f"note: {count} of {len(used)} held-out prompts are trained on, too: they do not "
+              "measure what the policy does on new prompts")
     if len(held_out) < n:
-        print(f"note: num_eval_prompts = {n}: there are {len(held_out)}, and all are taken")
+        print(f"note: num_eval_prompts = {n}: there are only {len(held_out)}")
     if cfg.tracin_val_prompts and cfg.tracin != "off" and len(held_out) <= n:
         raise BadInput(f"tracin_val_prompts = {cfg.tracin_val_prompts}: no held-out prompts are "
                        f"left beside num_eval_prompts = {n}")
@@ -181,11 +180,10 @@ def load_prompts(cfg, tokenizer, block_size):
 
 
 def draw_prompts(prompts, it, num_prompts, seed):
-    """The prompts of iteration it: all come once in random order, then again in another."""
-    # epoch after epoch, each in an order of its own
+    """The prompts of iteration it. Every epoch goes through all prompts in a new random order."""
     n = len(prompts)
     epoch, first = divmod(it * num_prompts, n)
-    order = []      # of this epoch and those that the iteration runs into
+    order = []      # indices of this epoch, and of the epochs that the iteration runs into
     while len(order) < first + num_prompts:
         generator = torch.Generator().manual_seed(seed_for(seed, "prompts", epoch))
         order += torch.randperm(n, generator=generator).tolist()
@@ -194,8 +192,8 @@ def draw_prompts(prompts, it, num_prompts, seed):
 
 
 def note_rewards(seen, prompts, batch, cfg):
-    """Add the rewards of a Batch, group by group, to {index of its prompt: [rewards, ...]}, where
-    a function `choose` asks for them."""
+    """Add the rewards of a Batch to seen, {index of a prompt: [rewards of a group, ...]}, if there
+    is a function `choose` to use them."""
     if "choose" not in cfg.functions:
         return
     index = {id(prompt): i for i, prompt in enumerate(prompts)}
@@ -205,30 +203,30 @@ def note_rewards(seen, prompts, batch, cfg):
 
 
 def choose_prompts(prompts, seen, it, cfg):
-    """The prompts that the config file's `choose` picks for iteration `it`. It returns
-    num_prompts indices, and is given, as far as it names them,
+    """The prompts that the config file's `choose` picks for iteration `it`. It returns num_prompts
+    indices, and may take, by name,
 
         prompts     [text], all prompts to train on
         rows        [dict], the columns of each
-        rewards     for each of them the rewards of its groups so far, oldest first: [[r_1 .. r_G],
+        rewards     for each prompt the rewards of its groups so far, oldest first: [[r_1 .. r_G],
                     ...], NaN where all functions abstained; [] if it was never drawn
         n           num_prompts
         iteration   from 1
         random      a random.Random of this iteration, so that a repeated run draws the same
     """
-    # it is called with what it asks for
+    # call it with the arguments it takes
     offered = dict(
         prompts=[prompt.text for prompt in prompts], rows=None,
         rewards=[[list(group) for group in seen.get(i, [])] for i in range(len(prompts))],
         n=cfg.num_prompts, iteration=it + 1,
         random=random.Random(seed_for(cfg.seed, "choose", it)))
     choose = cfg.functions["choose"]
-    given = asked_for("choose", choose, offered)
-    if "rows" in given:     # copies, which take a while for many prompts
-        given["rows"] = [copy.deepcopy(prompt.row) for prompt in prompts]
-    chosen = choose(**given)
+    arguments = asked_for("choose", choose, offered)
+    if "rows" in arguments:     # copies, which take a while for many prompts
+        arguments["rows"] = [copy.deepcopy(prompt.row) for prompt in prompts]
+    chosen = choose(**arguments)
 
-    # indices of prompts that there are
+    # are these num_prompts indices of prompts?
     try:
         indices = [operator.index(i) for i in chosen]
     except TypeError as e:
@@ -236,5 +234,5 @@ def choose_prompts(prompts, seen, it, cfg):
     if len(indices) != cfg.num_prompts or not all(0 <= i < len(prompts) for i in indices):
         raise BadInput(f"choose returned {shown(indices)}: must be num_prompts = {cfg.num_prompts} "
                        f"indices from 0 to {len(prompts) - 1}")
-    indices = all_gather([indices])[0]      # of rank 0, should a set be ordered otherwise elsewhere
+    indices = all_gather([indices])[0]      # rank 0's: a set may be ordered differently elsewhere
     return [prompts[i] for i in indices]

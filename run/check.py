@@ -12,36 +12,36 @@ from loss import by_micro_batch
 
 
 def at_home(name, path):
-    """A path with the home folder in place of ~, since a shell writes it only where a word begins,
-    not in --name=~/folder."""
+    """Replace ~ by the home folder. A shell does so only at the beginning of a word, not in
+    --name=~/folder."""
     if not isinstance(path, str) or not path.startswith("~"):
         return path
-    found = os.path.expanduser(path)
-    if found == path:
-        raise BadInput(f"{name} = {shown(path)}: there is no such home folder; a folder of the "
-                       f"name is ./{path}")
-    return found
+    expanded = os.path.expanduser(path)
+    if expanded == path:
+        raise BadInput(f"{name} = {shown(path)}: there is no such home folder; for a folder of "
+                       f"that name write ./{path}")
+    return expanded
 
 
 def what_it_must_be(name, value, hint, kinds):
-    """What the value of a setting must be and is not, by its type and by what is written beside it
-    (common/kinds.py); "" if it is good by itself."""
+    """The condition that a setting's value breaks, by its type and its marks (common/kinds.py), in
+    words; "" if the value is good by itself."""
     choices = typing.get_args(hint)
     if "variant" in kinds:
-        own = typing.get_args(choices[0])
-        if value in own or value in variants_of(name):
+        of_core = typing.get_args(choices[0])
+        if value in of_core or value in variants_of(name):
             return ""
-        there = "" if variants.HERE else "; more are in extras/variants, which is not here"
-        return f"one of {', '.join((*own, *variants_of(name)))}{there}"
+        further = "" if variants.HERE else "; more are in extras/variants, which is not here"
+        return f"one of {', '.join((*of_core, *variants_of(name)))}{further}"
     if typing.get_origin(hint) is typing.Literal and value not in choices:
         return f"one of {', '.join(choices)}"
     if value == "":
         return "text that is not empty"
 
-    # numbers: also finite, and no larger than what torch and JSON can hold
+    # numbers: also finite, and small enough for torch and JSON
     if type(value) not in (int, float):
         return ""
-    if not abs(value) < 2 ** 63:    # or NaN
+    if not abs(value) < 2 ** 63:    # or it is NaN
         return "a number below 2 ** 63"
     ranges = [kind for kind in kinds if isinstance(kind, Range)]
     return next((x.words for x in (*ranges, at_least(0)) if not x.holds(value)), "")
@@ -54,16 +54,16 @@ def is_run(path):
 
 
 # ------------------------------------------------------------------------------------------------
-# what needs a folder of extras/: the core imports one only where such a setting asks for it
+# settings that need a folder of extras/: the core imports one only when such a setting is on
 
 
 def is_published(name):
-    """Whether a policy or a judge is a published model: no file, no run, and not made here."""
+    """Whether a policy or a judge is a published model: neither a file, a run, nor made here."""
     return not (name in (None, "train") or name.endswith(".pt") or is_run(name))
 
 
 def policy_extras(cfg):
-    """(folder of extras/, the setting that asks for it) of the parts of a policy."""
+    """Yield (folder of extras/, the setting that needs it) for the parts of a policy."""
     if cfg.lora_rank:
         yield "lora", f"lora_rank = {cfg.lora_rank}"
     if cfg.critic:
@@ -71,7 +71,7 @@ def policy_extras(cfg):
 
 
 def needed_extras(cfg):
-    """The same of all that these settings ask for."""
+    """Yield the same for all settings."""
     yield from policy_extras(cfg)
     for setting in ("policy", "judge", "eval_judge"):
         name = getattr(cfg, setting)
@@ -88,10 +88,10 @@ def needed_extras(cfg):
 
 
 def check_extras(needed):
-    """Refuse a setting whose folder somebody has deleted."""
-    for folder, asked_by in needed:
+    """Refuse a setting whose folder somebody has deleted. needed: (folder, setting)."""
+    for folder, setting in needed:
         if not os.path.isdir(os.path.join(ROOT, "extras", folder)):
-            raise BadInput(f"{asked_by} needs extras/{folder}, which is not here")
+            raise BadInput(f"{setting} needs extras/{folder}, which is not here")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def check_extras(needed):
 
 
 def fill_in_rewards(cfg):
-    """The reward is the function of that name, or the judge; a weight is 1."""
+    """Fill in the defaults: the config file's function reward, else the judge, with weight 1."""
     if cfg.reward_funcs is None:
         cfg.reward_funcs = ("reward",) if "reward" in cfg.functions else ("judge",)
     if cfg.reward_weights is None:
@@ -107,12 +107,12 @@ def fill_in_rewards(cfg):
 
 
 def wrong_models(cfg):
-    """(Whether it is wrong, what to say), one after the other; so do those below."""
+    """Yield (whether it is wrong, what to say) for each rule, like the functions below."""
     for role in ("judge", "eval_judge"):
         name = getattr(cfg, role)
         yield name and is_run(name), (
-            f"{role} = {name!r}: is the folder of a run, which has a policy and no judge; name a "
-            ".pt file of a judge or a published classifier")
+            f"{role} = {name!r}: is the folder of a run, which has a policy but not a judge; name "
+            "a .pt file of a judge or a published classifier")
     yield cfg.chat_template_kwargs is not None and not is_published(cfg.policy), (
         f"chat_template_kwargs: policy = {cfg.policy!r} has no chat template; name a published "
         "chat model, or leave them out")
@@ -138,11 +138,11 @@ def wrong_loss(cfg):
 
 
 def wrong_advantages(cfg):
-    own = "advantage" in cfg.functions
-    yield own and (cfg.critic or cfg.kl_in_reward), (
+    by_function = "advantage" in cfg.functions
+    yield by_function and (cfg.critic or cfg.kl_in_reward), (
         "advantage: the config file's function decides alone: set critic = False and kl_in = "
         "'loss'")
-    yield not cfg.critic and not own and cfg.num_generations == 1, (
+    yield not cfg.critic and not by_function and cfg.num_generations == 1, (
         "num_generations = 1: must be at least 2, since the group is the baseline; or set critic "
         "= True")
     yield cfg.critic and cfg.zero_std_groups != "keep", (
@@ -170,14 +170,14 @@ def wrong_influence(cfg):
 
 def wrong_rewards(cfg):
     yield not cfg.reward_funcs, "reward_funcs = (): must name a function, or 'judge'"
-    there = sorted(cfg.functions) or "none"
+    defined = sorted(cfg.functions) or "none"
     for name in (*cfg.reward_funcs, cfg.tracin_val_reward or cfg.reward_funcs[0]):
         yield name != "judge" and name not in list(cfg.functions), (     # it may be unhashable
             f"reward_funcs, tracin_val_reward: {shown(name)} is neither 'judge' nor a function of "
-            f"the config file: {there}")
+            f"the config file: {defined}")
         yield name == "judge" and cfg.judge is None, (
             "judge = None leaves no reward: set judge to a file, define a function reward, or name "
-            f"yours in reward_funcs; the config file defines {there}")
+            f"yours in reward_funcs; the config file defines {defined}")
     weights = cfg.reward_weights
     yield not all(type(weight) in (int, float) and math.isfinite(weight) for weight in weights), (
         f"reward_weights = {weights}: must be numbers")
@@ -190,12 +190,13 @@ def wrong_environment(cfg):
     tools = cfg.functions.get("tools", {})
     yield not isinstance(tools, dict), (
         f"tools = {shown(tools)}: must be a dict of functions by name")
-    own = "environment" in cfg.functions
+    by_function = "environment" in cfg.functions
     yield not all(type(text) is str for text in cfg.stop_strings) or (
-        cfg.stop_strings and not own and not tools), (
+        cfg.stop_strings and not by_function and not tools), (
         f"stop_strings = {cfg.stop_strings!r}: must be text, and needs a function environment, or "
         "tools, in the config file")
-    yield tools and own, "tools and a function environment: both would answer; leave one out"
+    yield tools and by_function, (
+        "tools and a function environment: both would answer; leave one out")
 
 
 RULES = (wrong_models, wrong_rows, wrong_loss, wrong_rewards, wrong_advantages, wrong_influence,
@@ -208,7 +209,7 @@ def check(cfg):
     types = typing.get_type_hints(type(cfg))
     hints = typing.get_type_hints(type(cfg), include_extras=True)
     for name, value in cfg.public().items():
-        # fill in what a shell leaves
+        # fill in the home folder
         kinds = kinds_of(hints[name])
         if "path" in kinds:
             value = at_home(name, value)

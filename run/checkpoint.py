@@ -1,9 +1,9 @@
 """
-What a run leaves in its folder. Only rank 0 writes.
+The folder of a run. Only rank 0 writes.
 
-    config.json    settings, versions, text of the config file: is itself a config
-    config.py      that text, which nothing runs by itself
-    base.pt        the policy before training, where its file, or run, could become another one
+    config.json    settings, versions, text of the config file; can be named as a config
+    config.py      that text; runs only if a command names it
+    base.pt        a copy of the policy before training, if its file, or run, might change
     *.jsonl        metrics of every iteration, its samples, the evaluations
     ckpt_*.pt      all that the next iteration depends on, by the number of iterations done
 """
@@ -33,13 +33,13 @@ from run.optimizer import (
 from run.settings import load_settings, settings_that_are
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
-COUNTS = ("iteration", "num_tokens", *LOGS)     # in a checkpoint; of a log its size in bytes
+COUNTS = ("iteration", "num_tokens", *LOGS)     # in a checkpoint; for a log, its size in bytes
 TABLES = ("settings", "shape", "policy")
 
 
 def append_rows(folder, name, rows):
-    """Add rows to a log. NaN and infinity become null; other values that JSON does not know, which
-    a user's columns may have, become text."""
+    """Add rows to a log. NaN and infinity become null. Values that JSON cannot write, from a user's
+    columns, become text."""
     if rank_and_size()[0] > 0:
         return
     with open(f"{folder}/{name}", "a", encoding="utf-8", errors="backslashreplace") as f:
@@ -50,21 +50,21 @@ def append_rows(folder, name, rows):
 
 
 def write_run_config(folder, cfg, device, changes, is_printed=False):
-    """config.json: settings, versions, device, git revision, names of functions, the text of the
-    config files, what changed when the run went on, whether its table was printed. config.py: that
-    text once more, to be named in a command."""
+    """Write config.json: settings, versions, device, git revision, names of functions, the text of
+    the config files, changes of a resumed run, whether its table was printed. Write config.py: that
+    text once more, so that a command can name it."""
     if rank_and_size()[0] > 0:
         return
 
-    # the revision that wrote it, since settings mean what the code makes of them
+    # the revision of the code, which gives the settings their meaning
     here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
-    git = subprocess.getoutput(f"git -C {here} rev-parse HEAD")     # or that there is none
+    git = subprocess.getoutput(f"git -C {here} rev-parse HEAD")     # or git's error
     write_json(f"{folder}/config.json", dict(
         settings=cfg.public(), functions=sorted(cfg.functions), source=cfg.source,
         device=str(device), torch=torch.__version__, python=platform.python_version(),
         threads=torch.get_num_threads(), git=git, changes=changes, is_printed=is_printed))
 
-    # and the text of the config file, which the command for a later look names
+    # and the text of the config file
     if cfg.source is not None:
         config = f"{folder}/config.py"
         with replacing(config) as tmp, open(tmp, "w", encoding="utf-8") as f:
@@ -72,14 +72,14 @@ def write_run_config(folder, cfg, device, changes, is_printed=False):
 
 
 def checkpoints(folder):
-    """Paths of a run's checkpoints, the newest last. A link or a folder of such a name is the
-    user's."""
+    """Paths of a run's checkpoints, the newest last. Skip links and folders with such a name, which
+    are a user's."""
     paths = sorted(glob.glob(f"{glob.escape(folder)}/ckpt_{'[0-9]' * 6}.pt"))
     return [path for path in paths if os.path.isfile(path) and not os.path.islink(path)]
 
 
 def random_state():
-    """State of the global generators, which a reward function may use."""
+    """State of the global random generators, which a reward function may use."""
     kind, keys, *rest = np.random.get_state()
     return dict(python=random.getstate(), numpy=(kind, keys.tolist(), *rest),
                 torch=torch.get_rng_state())
@@ -94,7 +94,7 @@ def set_random_state(state):
 def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     """Write a checkpoint and remove older ones. Raise SystemExit, and write nothing, if a weight is
     not finite."""
-    # weights that are not finite would replace those that still are
+    # bad weights must not replace the last good ones
     weights = setup.policy.state_dict()
     moments = moments_of(setup.optimizer)
     finite = [x.isfinite().all() for x in (*weights.values(), *moments)]
@@ -104,7 +104,7 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
             f"{iteration}, which is not saved. Lower learning_rate or raise beta, and continue "
             "from the last checkpoint with --resume=True")
 
-    # the logs first: a checkpoint says how long they are
+    # the logs first, since a checkpoint records their lengths
     if rank_and_size()[0] > 0:
         return
     for name in LOGS:
@@ -122,14 +122,14 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
         changes=setup.changes, settings=cfg.public(), random=random_state(),
         **{name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
 
-    # two at least: the newest may turn out to be damaged
+    # keep at least two: the newest may turn out to be damaged
     if cfg.keep_checkpoints:
         for path in checkpoints(folder)[:-max(2, cfg.keep_checkpoints)]:
             os.remove(path)
 
 
 def iterations_of(path):
-    """How many iterations were done at a checkpoint, by its name."""
+    """How many iterations were done at a checkpoint, from its name."""
     return int(path[-9:-3])
 
 
@@ -146,7 +146,7 @@ def read_checkpoint(path):
     """The content of a checkpoint."""
     content = load_file(path, "run")
 
-    # what others rely on has the right type
+    # do the fields that we rely on have the right type?
     with undamaged(path):
         for name in COUNTS:
             if type(content[name]) is not int or content[name] < 0:
@@ -155,7 +155,7 @@ def read_checkpoint(path):
             if not isinstance(content[name], dict):
                 raise TypeError(f"{name} is not a dict")
 
-    # the newest is found by its name
+    # newest_checkpoint goes by the name, so it must be right
     has_number = re.fullmatch(r"ckpt_\d{6}\.pt", os.path.basename(path))
     if has_number and content["iteration"] != iterations_of(path):
         raise BadInput(f"{path}: was written after {content['iteration']} iterations: rename "
@@ -164,8 +164,8 @@ def read_checkpoint(path):
 
 
 def changed_settings(before, cfg):
-    """{name: (value before, value now)} of the settings that make it another run. One that was not
-    there before had its default."""
+    """The settings that make it a different run -> {name: (value before, value now)}. A setting
+    that is missing in `before` had its default."""
     changed = {}
     free = settings_that_are("free")
     for name, now in cfg.public().items():
@@ -176,9 +176,9 @@ def changed_settings(before, cfg):
 
 
 def begin_logs(folder, cfg):
-    """New logs, and the global generators, which a reward function may use, from the seed."""
+    """Begin empty logs, and seed the global random generators, which a reward function may use."""
     if rank_and_size()[0] == 0:
-        for name in LOGS:  # an earlier start may have been killed before its first checkpoint
+        for name in LOGS:  # a run that was killed before its first checkpoint may have left rows
             open(f"{folder}/{name}", "w").close()
     random.seed(cfg.seed)
     np.random.seed(cfg.seed % 2 ** 32)
@@ -186,24 +186,24 @@ def begin_logs(folder, cfg):
 
 
 def load_checkpoint(path, setup, cfg):
-    """Load a checkpoint into policy, optimizer, reference, influence, what `after` has changed and
-    the global generators -> its content."""
+    """Load a checkpoint into policy, optimizer, reference, influence, the state of `after` and the
+    global random generators -> its content."""
     content = read_checkpoint(path)
 
-    # is it of this run at all?
+    # does it belong to this run?
     with undamaged(path):
         if content["base_hash"] != hash_of(setup.base):
             raise BadInput(
-                f"{path}: this run began from another policy than the settings name now (a "
-                "published one may have changed: name its commit, policy = 'NAME@COMMIT'; of a run "
-                "name the checkpoint, policy = 'RUN/ckpt_000004.pt')")
+                f"{path}: this run began from a different policy than the settings name now (a "
+                "published one may have changed: name its commit, policy = 'NAME@COMMIT'; for a "
+                "run name the checkpoint, policy = 'RUN/ckpt_000004.pt')")
         name = name_of(setup.optimizer)
         if content["optimizer_name"] != name:
             raise BadInput(f"{path}: holds the state of the optimizer "
-                           f"{content['optimizer_name']}, which {name} cannot go on with: take "
-                           "that one, or another --out_dir")
+                           f"{content['optimizer_name']}, which {name} cannot use: take that "
+                           "optimizer, or another --out_dir")
 
-        # weights and moments. A reference that does not follow is the base, as it was made
+        # weights and moments. Without a sync the reference is the base
         load_weights(path, setup.policy, content["policy"])
         load_state(setup.optimizer, content["optimizer"])
         if cfg.ref_model_sync_steps and content["settings"].get("ref_model_sync_steps"):
@@ -214,11 +214,11 @@ def load_checkpoint(path, setup, cfg):
         if setup.target_average and state and cfg.tracin == content["settings"]["tracin"]:
             setup.target_average.load_state(state, setup.trained)
 
-        # what `after` has made of the settings, and what it remembers
+        # the settings that `after` has changed, and its memory
         change_again(cfg, content)
         setup.memory = content["memory"]
 
-        # what it has read, and what choose has been told, if it is about these prompts
+        # hashes of the inputs, and the history of prompts, if the prompts are still the same
         setup.has_read = dict(content["has_read"])
         setup.changes = list(content["changes"])
         is_about_prompts = content["seen"] or content["replay"]
@@ -234,19 +234,18 @@ def load_checkpoint(path, setup, cfg):
 
 
 def say_changes(setup, content, cfg):
-    """Print what is not as it was when a checkpoint was written, and remember it in
-    setup.changes."""
-    # settings; to be made longer is what a run goes on for
+    """Print what has changed since the checkpoint was written, and record it in setup.changes."""
+    # settings; a larger max_iters is the usual reason to resume, and is not printed
     changed = changed_settings(content["settings"], cfg)
     longer = changed.pop("max_iters", None)
     if longer and cfg.lr_decay != "constant":
         print(f"note: resumed with another max_iters, {longer[0]} -> {longer[1]}: lr_decay = "
-              f"{cfg.lr_decay!r} ends there, so from here on the rate is another than in one run "
-              "of either length")
+              f"{cfg.lr_decay!r} ends there, so from here on the learning rate differs from that "
+              "in a single run of either length")
     for name, (old, new) in changed.items():
         print(f"resumed with another {name}: {old!r} -> {new!r}")
 
-    # what their names stand for
+    # inputs
     inputs = changed_inputs(content["has_read"], setup.has_read)
     for name, (old, new) in inputs.items():
         versions = f": {old} -> {new}" if name in ("device", "dtype", "torch", "threads") else ""
@@ -257,55 +256,54 @@ def say_changes(setup, content, cfg):
 
 
 def say_groups(fresh, saved, now):
-    """Print what has become of the settings of a user's optimizer. fresh, saved, now: those of a
-    new one, of the checkpoint's, and of the one that goes on (settings_of_groups)."""
+    """Print how the settings of a user's optimizer have changed. fresh, saved, now: the
+    settings_of_groups of a new optimizer, of the checkpoint, and of the resumed one."""
     for name, (old, new) in differing(saved, now).items():
         print(f"resumed with another {name} of the optimizer: {shown(old)} -> {shown(new)}")
-    for name, (kept, new) in differing(now, fresh).items():
-        print(f"the optimizer goes on with the checkpoint's {name}: {shown(kept)}; a new one has "
-              f"{shown(new)}")
+    for name, (current, new) in differing(now, fresh).items():
+        print(f"the optimizer goes on with the checkpoint's {name}: {shown(current)}; a new one "
+              f"has {shown(new)}")
 
 
 def resume(folder, setup, cfg):
-    """Put everything back as the last checkpoint has it and cut the logs to match. -> (iterations
-    done, tokens seen)"""
+    """Restore the last checkpoint and cut the logs to match -> (iterations done, tokens seen)."""
     path = newest_checkpoint(folder)
     has_read = setup.has_read
     fresh = settings_of_groups(state_of(setup.optimizer))
     content = load_checkpoint(path, setup, cfg)
 
-    # rows that were logged after the checkpoint are cut off, and will be written again
+    # rows after the checkpoint will be cut off and written again: are the logs long enough?
     sizes = {f"{folder}/{name}": content[name] for name in LOGS}
     for log, size in sizes.items():
         if not os.path.exists(log) or os.path.getsize(log) < size:
             raise BadInput(f"{log}: shorter than when {path} was written, so the run cannot "
                            "continue: put the file back, or choose another --out_dir")
 
-    # say what is not as it was
+    # say what has changed
     setup.has_read = setup.has_read | has_read
     say_changes(setup, content, cfg)
     if "optimizer" in cfg.functions:
         saved = settings_of_groups(content["optimizer"])
         say_groups(fresh, saved, settings_of_groups(state_of(setup.optimizer)))
 
-    # only now, when nothing is refused any more, touch the files
+    # every check has passed, so touch the files
     if rank_and_size()[0] == 0:
         for log, size in sizes.items():
             os.truncate(log, size)
     print(f"resumed {path} after {content['iteration']} iterations")
     if content["iteration"] >= cfg.max_iters:
-        print(f"nothing is left to do: max_iters = {cfg.max_iters}")
+        print(f"already at max_iters = {cfg.max_iters}: nothing to do")
     return content["iteration"], content["num_tokens"]
 
 
 def look_at(argv):
-    """Settings of a run that is looked at. argv: its folder, then the config file that has its
-    functions, and settings that differ."""
+    """Settings for a command that only looks at a run. argv: its folder, then the config file with
+    its functions, and changed settings."""
     first = argv[0] if argv else "no argument"
     if not os.path.isdir(first):
         raise BadInput(f"{first}: must be the folder of a run: RUN [CONFIG.py] [--setting=value "
                        "...]")
     cfg = load_settings(argv)
-    cfg.compile = False     # compiling would take longer than what it saves here
+    cfg.compile = False     # compiling would take longer than it saves
     newest_checkpoint(first)
     return cfg

@@ -1,4 +1,4 @@
-"""What an evaluation measures: the completions that a policy writes for held-out prompts."""
+"""The evaluation: sample completions of held-out prompts, and measure them."""
 import math
 from dataclasses import replace
 
@@ -15,14 +15,14 @@ from rollout import completion_logprobs
 from run.metrics import call_metrics
 from run.sampling import sample_completions
 
-NUM_SHOWN = 4   # completions that are printed
-AT_ONCE = 64    # completions that are scored together, and sampled at least: fast on a CPU
-SAMPLING_BYTES = {"cpu": 2 ** 27, "cuda": 2 ** 31}      # of those that are sampled together
+NUM_SHOWN = 4   # completions to print
+AT_ONCE = 64    # completions scored at once, and the fewest sampled at once: fast on a CPU
+SAMPLING_BYTES = {"cpu": 2 ** 27, "cuda": 2 ** 31}      # memory for completions sampled at once
 
 
 def rows_at_once(setup, cfg):
-    """How many completions are sampled together: many rows cost hardly more than few, as far as
-    their keys, values and logits fit into SAMPLING_BYTES. The same on all machines."""
+    """How many completions to sample at once. Many rows cost hardly more than few, while their
+    keys, values and logits fit into SAMPLING_BYTES. The number is the same on all machines."""
     longest = max(len(prompt.ids) for prompt in setup.eval_prompts) + cfg.max_completion_length
     shape = setup.base.config
     floats = 2 * shape.n_layer * shape.n_embd * longest + 4 * len(setup.base.lm_head.weight)
@@ -31,7 +31,8 @@ def rows_at_once(setup, cfg):
 
 
 def is_untrained(setup, policy):
-    """Whether a policy has the very weights that it had before training, and samples in float32."""
+    """Whether a policy still has exactly its weights from before training, and samples in
+    float32."""
     pairs = list(zip(policy.parameters(), setup.base.parameters()))
     same = len(pairs) == len(list(policy.parameters())) and all(torch.equal(a, b) for a, b in pairs)
     return same and setup.dtype == torch.float32
@@ -40,8 +41,9 @@ def is_untrained(setup, policy):
 @full_precision()
 def perplexity_under(base, rollout, cfg):
     """Perplexity of the completions under the policy before training, in float32, and the KL per
-    token (k3) of the policy that wrote them to it, both at the temperature they were sampled at.
-    base: None where that policy wrote them itself, so that its log-probs are known."""
+    token (k3) to it from the policy that wrote them. Both at the sampling temperature. base: the
+    policy before training, or None if it wrote the completions itself: rollout.logp are its
+    log-probs."""
     # this process's share, in batches of similar length
     mine = rollout[shard(len(rollout.ended), cfg.num_eval_generations)]
     order = mine.completion_mask.sum(1).argsort(stable=True)
@@ -64,11 +66,11 @@ def perplexity_under(base, rollout, cfg):
 
 
 def toxicity_measures(name, toxicity):
-    """Measures of p(toxic) (B, k). The last two are those of Gehman et al. 2020.
+    """Measures of p(toxic) (B, k). The last two are from Gehman et al. 2020.
 
     Measures:
         judge/toxicity, eval_judge/toxicity: mean probability of toxic, by the judge that gives the
-            reward; by the one that training never sees
+            reward, and by the judge that training never sees
         judge/toxic_share, eval_judge/toxic_share: share of completions at or above 0.5
         judge/expected_max, eval_judge/expected_max: highest p(toxic) of a prompt's completions,
             mean over prompts
@@ -94,24 +96,24 @@ def distinct(completions, k, n):
 
 
 def prompt_rewards(rewards, names, cfg):
-    """The mean reward of each prompt's completions, None where it is not known. rewards (N, K): by
-    the functions of these names. One of weight 0 counts for nothing."""
-    known = dict(zip(cfg.reward_funcs, cfg.reward_weights))
-    weights = torch.tensor([known.get(name, 0.0) for name in names], dtype=torch.float64)
+    """The mean reward of each prompt's completions, or None if it has none. rewards (N, K): by the
+    functions of these names; functions of weight 0 do not count."""
+    weight_of = dict(zip(cfg.reward_funcs, cfg.reward_weights))
+    weights = torch.tensor([weight_of.get(name, 0.0) for name in names], dtype=torch.float64)
     means = rewards.view(-1, cfg.num_eval_generations, len(weights)).nanmean(1)     # (B, K)
     totals = (means * weights)[:, weights != 0].sum(1)                              # (B,)
     return [None if math.isnan(x) else x for x in totals.tolist()]
 
 
 def text_measures(setup, rollout, completions, k):
-    """What completions, k of each prompt, are like by themselves.
+    """Measures of the text alone; k completions of each prompt.
 
     Measures:
-        distinct_1, distinct_2: share of different tokens, and pairs of tokens, among the
+        distinct_1, distinct_2: share of distinct tokens, and of distinct pairs of tokens, among the
             completions of a prompt
         mean_length: tokens that the policy chose
         ended: share of completions that ended by themselves
-        says_nothing: share of completions that are empty, a single symbol, or have no letter and no
+        says_nothing: share of completions that are empty, a single symbol, or without a letter or
             digit
     """
     ids = rollout.completions(end_tokens(setup.tokenizer))
@@ -126,16 +128,16 @@ def text_measures(setup, rollout, completions, k):
 def evaluate(setup, policy, cfg, iteration=0):
     """Sample num_eval_generations completions of each prompt, always with the same noise, and
     measure them -> ({measure: number}, the mean reward of each prompt, the first completions with
-    their prompts). iteration: how many are done, for rewards that ask.
+    their prompts). iteration: iterations done so far, for rewards that take it.
 
     Measures:
         rewards/NAME: mean of each reward function
         tools/call_frequency, tools/failure_frequency: as in an iteration
-        perplexity: of the completions, under the policy before training, both at eval_temperature:
-            with another one it is another number
-        kl: of the policy to the one before training, nats per token
+        perplexity: of the completions, under the policy before training, both at eval_temperature;
+            numbers at different temperatures cannot be compared
+        kl: from the policy to the policy before training, nats per token
     """
-    # of whole distributions, at a temperature of their own
+    # without truncation, at eval_temperature
     k = cfg.num_eval_generations
     how = replace(cfg.untruncated(cfg.eval_temperature), num_generations=k,
                   decode_batch_size=rows_at_once(setup, cfg))
@@ -146,13 +148,13 @@ def evaluate(setup, policy, cfg, iteration=0):
     mine = shard(len(completions), k)
     logits = {name: judge(completions[mine]) for name, judge in setup.judges.items()}
     functions = dict(setup.reward_funcs)
-    if "judge" in functions:    # it has judged them already
+    if "judge" in functions:    # reuse its logits
         functions["judge"] = lambda completions: judge_rewards(
             logits["judge"], completions, cfg.judge_score)
     facts = rows_of(reward_facts(rollout, iteration, k), mine)
     rewards = all_gather(score(functions, prompts[mine], completions[mine], facts))  # (N, K)
 
-    # what they are like, by the rewards, the judges, the policy before training, and themselves
+    # measure them: by rewards, by judges, by the policy before training, and by the text alone
     measures = {f"rewards/{name}": float(column.nanmean())
                 for name, column in zip(functions, rewards.T)}
     measures |= call_metrics(completions, cfg)

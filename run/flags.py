@@ -1,8 +1,8 @@
 """
 Red flags: what is wrong with an iteration, or between two evaluations, and what to do.
 
-Each is (kind, sentence). Numbers that not every run has are read only under their setting, so that
-a misspelled name fails and is no warning that never comes.
+Each flag is (kind, sentence). A number that only some runs have is read under its setting, so that
+a misspelled name raises an error instead of silencing a warning.
 """
 import math
 import statistics
@@ -15,44 +15,44 @@ from run.metrics import std
 
 
 def in_groups(groups, most=4):
-    """Rewards (B, G) as text, those of the first groups."""
+    """The rewards (B, G) of the first groups, as text."""
     rows = ["[" + " ".join(f"{x:.4g}" for x in row) + "]" for row in groups[:most].tolist()]
     return ", ".join(rows) + ", ..." * (len(groups) > most)
 
 
 def has_risen(m, first):
-    """Whether the reward is above that of the run's first iteration, by half of its spread: no mean
-    of many completions is by chance."""
+    """Whether the reward is above the first iteration's by half of its std. The mean of many
+    completions does not get there by chance."""
     return m["reward"] > first["reward"] + 0.5 * first["reward_std"]
 
 
 def is_solved(m, first):
-    """Whether rewards that are all equal are so because the task is solved, or the reward capped:
-    they have risen, or none of the first iteration was higher."""
+    """Whether rewards that are all equal mean that the task is solved, or the reward capped: they
+    have risen, or were never higher in the first iteration."""
     varied = first["reward_std"] > 0
     return has_risen(m, first) or varied and m["reward_min"] >= first["reward_max"]
 
 
 def constant_rewards(m, first, cfg):
-    """(those that teach nothing, those that are solved): names of the reward functions that gave
-    every completion the same. One of several is solved where it once varied and has risen."""
+    """Reward functions, one of several, that gave every completion the same -> (names of those that
+    teach nothing, names of those that are solved: they once varied and have risen)."""
     if len(cfg.reward_funcs or ()) < 2:
         return [], []
     constant = [name for name in cfg.reward_funcs if m[f"rewards/{name}/std"] == 0]
-    solved = [name for name in constant       # a resumed run may have had other rewards
+    solved = [name for name in constant       # a resumed run may have begun with different rewards
               if first.get(f"rewards/{name}/std", 0) > 0
               and m[f"rewards/{name}/mean"] > first[f"rewards/{name}/mean"]]
     return [name for name in constant if name not in solved], solved
 
 
 def signs_of_collapse(m, first):
-    """[(kind, words)] of a policy that writes the same again and again."""
+    """Signs that the policy writes the same text again and again -> [(kind, words)]."""
     signs = []
     if m["identical_completions"] > 0.5:
         signs.append(("identical", (
-            f"{m['identical_completions']:.0%} of the completions stand in their group again, word "
+            f"{m['identical_completions']:.0%} of the completions occur in their group again, word "
             "for word")))
-    # without tokens there is no entropy; log-probs near zero have a warning of their own
+    # without tokens the entropy means nothing; log-probs near zero have a separate warning
     if m["num_completion_tokens"] and m["logp"] <= -1e-3 and m["entropy"] < 0.2 * first["entropy"]:
         signs.append(("entropy", (
             f"the entropy has collapsed, from {first['entropy']:.3f} to {m['entropy']:.3f} nats a "
@@ -61,8 +61,8 @@ def signs_of_collapse(m, first):
 
 
 def weighed_mean(m, cfg):
-    """Weighted sum of the means of the reward functions. NaN where nothing is weighed, or where one
-    of several abstains: the mean of its group then stands in, so the sum may be another one."""
+    """Weighted sum of the means of the reward functions. NaN if all weights are 0, or if one of
+    several functions abstains: its group's mean then stands in, so the sum may differ."""
     pairs = zip(cfg.reward_funcs or (), cfg.reward_weights or ())
     weights = {name: weight for name, weight in pairs if weight}
     abstains = any(m[f"rewards/{name}/abstained"] > 0 for name in weights)
@@ -72,18 +72,18 @@ def weighed_mean(m, cfg):
 
 
 def problems_of_sum(m, cfg):
-    """Of what is made of the scores: the reward of a completion."""
+    """Is the mean reward the weighted sum of the scores' means?"""
     expected = weighed_mean(m, cfg)
     if abs(m["reward"] - expected) > 1e-6 * (abs(expected) + m["reward_std"]):
         yield "sum", (
             f"the reward is {m['reward']:.4g} on average, the means of the reward functions by "
-            f"their weights are {expected:.4g}: does None, not known, count as a number? If the "
-            "rewards are meant to be combined in another way, ignore this")
+            f"their weights are {expected:.4g}: does None, a missing score, count as a number? If "
+            "you combine the rewards differently on purpose, ignore this")
 
 
 def problems_of_baseline(m, cfg):
-    """Of advantages that are compared within a group. A critic, or a function of the config file,
-    has a baseline of its own."""
+    """Do the advantages of a group sum to 0? A critic, or a function of the config file, has a
+    different baseline."""
     if cfg.critic or "advantage" in cfg.functions:
         return
     largest = max(-m["advantage_min"], m["advantage_max"])
@@ -95,7 +95,7 @@ def problems_of_baseline(m, cfg):
 
 
 def problems_of_own_advantages(m, cfg):
-    """Of what the config file's function `advantage` returned."""
+    """Does the config file's function `advantage` teach anything?"""
     if max(-m["advantage_min"], m["advantage_max"]) < 1e-6:
         yield "advantages", (
             "all advantages that the config file's advantage returned are near zero, so they teach "
@@ -107,7 +107,7 @@ def problems_of_own_advantages(m, cfg):
 
 
 def problems_of_rewards(m, cfg, first, groups):
-    """Of rewards and advantages. groups: (B, G) the rewards."""
+    """Do rewards and advantages teach anything? groups: (B, G) the rewards."""
     if math.isnan(m["reward"]):
         yield "reward", "no reward function scored any completion: all returned None"
         return
@@ -122,16 +122,16 @@ def problems_of_rewards(m, cfg, first, groups):
             f"{len(constant)} of {len(cfg.reward_funcs)} {are} constant, so they teach nothing: "
             f"{values}; check these functions and their weights, or drop them")
     if getattr(cfg.door("advantage"), "by_score", False):
-        return      # what cancels in the sum is learned from
+        return      # it learns even from scores that cancel in the sum
     if m["reward_min"] == m["reward_max"]:
         if is_solved(m, first):
-            return      # a note says it
+            return      # a note says so
         yield "equal", (
             f"all rewards of the batch are {m['reward_min']:.4g}, so they teach nothing: read "
             "samples.jsonl, check the judge or the reward function")
         return
     if cfg.critic:
-        return      # the group is no baseline
+        return      # the group is not its baseline
     largest = max(-m["advantage_min"], m["advantage_max"])
     if m["frac_reward_zero_std"] == 1 or largest < 1e-6:
         yield "advantages", (
@@ -149,8 +149,8 @@ def problems_of_rewards(m, cfg, first, groups):
 
 
 def problems_of_exploration(m, cfg, first):
-    """Of a policy that writes the same again and again. Where the reward has risen there may be one
-    right answer: then it is a note."""
+    """Does the policy write the same text again and again? If the reward has risen there may be one
+    right answer, and a note says so instead."""
     solved = has_risen(m, first)
     remedy = "raise temperature or beta, or go back to an earlier checkpoint"
     for kind, words in () if solved else signs_of_collapse(m, first):
@@ -168,13 +168,13 @@ def problems_of_exploration(m, cfg, first):
 
 
 def is_explosive(norm, earlier):
-    """Whether the norm of a gradient is 100 times the median of earlier ones, four at least."""
+    """Whether a gradient's norm is over 100 times the median of at least four earlier ones."""
     return len(earlier) >= 4 and norm > 100 * statistics.median(earlier)
 
 
 def problems_of_step(m, cfg, first, norms):
-    """Of the log-probs, the KL and the gradient."""
-    # the mean of the ratio stays near 1 whatever is wrong; its spread does not
+    """Are log-probs, KL and gradient plausible?"""
+    # compare log-probs: the mean of the ratio stays near 1 whatever is wrong
     difference = m["sampling/sampling_logp_difference/mean"]
     if difference > 0.05:
         yield "ratio", (
@@ -189,14 +189,14 @@ def problems_of_step(m, cfg, first, norms):
         yield "gradient", (
             f"the gradient is near zero (grad_norm {m['grad_norm']:.1e}), the advantages are not: "
             "does the policy still explore (entropy, logp)? Is the loss cut off from it?")
-    # an iteration without a gradient says nothing of how long one is
+    # leave out iterations whose gradient was zero
     norms = [norm for norm in norms if norm > 1e-9]
     if is_explosive(m["grad_norm"], norms):
         yield "explosive", (
             f"the gradient is large: grad_norm {m['grad_norm']:.3g}, the median of the run so far "
             f"is {statistics.median(norms):.3g}; lower learning_rate, and look at what was new in "
             "samples.jsonl" + ("" if cfg.max_grad_norm else "; max_grad_norm = 0 cuts nothing"))
-    # from the second step on the policy is no longer the one that sampled
+    # from the second step on the policy differs from the one that sampled
     distance = max(m["ratio_max"] - 1, 1 - m["ratio_min"])
     if teaches and m["num_steps"] > 1 and distance < 1e-5:
         yield "steps", (
@@ -218,14 +218,14 @@ def problems_of_kl(m, cfg, first, teaches):
     least = 1e-3 if may_be else 1e-6
     if m["kl"] < -least and not is_noise:
         yield "negative", (
-            f"KL {m['kl']:.2g} is negative on average, which no KL is: the log-probs are not those "
-            "of the distribution that was sampled from; check temperature and masks")
+            f"KL {m['kl']:.2g} is negative on average, which a KL cannot be: the log-probs belong "
+            "to a different distribution than the one sampled from; check temperature and masks")
     if cfg.kl_in_loss and not may_be and m["kl"] > 1e-6 and m["kl_loss"] < 0:
         yield "kl sign", (
             f"beta * KL in the loss is {m['kl_loss']:.2g}, while the KL is {m['kl']:.2g}: what is "
             "minimised rewards distance from the reference; check the sign")
-    share = m.get("kl_grad_share", math.nan)    # not in every iteration
-    # where nothing is learned, or the run has arrived, the KL's is the larger one anyway
+    share = m.get("kl_grad_share", math.nan)    # only some iterations have it
+    # if the advantages are 0, or the task is learned, the KL's gradient is the larger one anyway
     if share > 1 and teaches and not has_risen(m, first):
         yield "kl share", (
             f"the KL's gradient is {share:.1f} times the policy's, and the reward has not risen: "
@@ -247,7 +247,7 @@ def problems_of_critic(m, cfg):
             "a constant (0): sample more completions an iteration, or lower learning_rate")
 
 
-SMALL_TARGET = 128      # rollouts: of fewer a target is most often noise
+SMALL_TARGET = 128      # rollouts: a target of fewer is mostly noise
 
 
 def problems_of_influence(m, cfg, dtype):
@@ -258,12 +258,13 @@ def problems_of_influence(m, cfg, dtype):
     if m["tracin/fallback"] > 0:
         yield "fallback", (
             f"only {m['tracin/positive_ratio']:.0%} of the rollouts have positive influence: kept "
-            "the better half instead; is the target too small or of another kind?")
+            "the better half instead; is the target too small, or unlike the rollouts?")
     if cfg.tracin != "target" and m["tracin/target_contrast"] < 0.3:
         yield "contrast", (
-            f"the target's rewards spread {m['tracin/target_contrast']:.2f} times as wide as those "
-            "it was chosen from: use tracin_val_select = 'random' or 'balanced', or more prompts")
-    # of many rollouts the line of influence shows both numbers, and no setting makes it more
+            f"the target's rewards spread {m['tracin/target_contrast']:.2f} times as wide as the "
+            "rewards of all candidates: use tracin_val_select = 'random' or 'balanced', or more "
+            "prompts")
+    # a larger target gets no warning: its numbers are in the line of influence
     is_small = cfg.tracin != "target" and m["tracin/target_rows"] < SMALL_TARGET
     if m["tracin/target_cosine"] < 0.1 and is_small:
         yield "noise", (
@@ -274,7 +275,7 @@ def problems_of_influence(m, cfg, dtype):
         yield "self", (
             "the rollouts' own parts in the target add up to "
             f"{m['tracin/self_share']:.2f} times all influence: set tracin_leave_one_out = True")
-    error = m.get("tracin/invariant_error", 0.0)    # of steps that compute the batch's gradient
+    error = m.get("tracin/invariant_error", 0.0)    # from steps that compute the batch's gradient
     if not error <= tolerance_of(dtype):
         yield "invariant", (
             f"influences do not add up to <G_train, G_target> (relative error {error:.1e}): the "
@@ -282,7 +283,7 @@ def problems_of_influence(m, cfg, dtype):
 
 
 def problems_of_sync(m, cfg):
-    """Of a reference that has just followed the policy."""
+    """Has the reference really followed the policy?"""
     if cfg.ref_model_mixup_alpha == 1:
         if m["ref_tensors_differing"]:
             yield "sync", (
@@ -296,9 +297,9 @@ def problems_of_sync(m, cfg):
 
 
 def problems(m, cfg, dtype, first=None, groups=None, norms=()):
-    """What is wrong in the metrics m of an iteration. first: those of the run's first iteration.
-    groups (B, G): the rewards. None: m is of the first one; they are not known. norms: grad_norm of
-    the iterations before it."""
+    """Yield what is wrong in the metrics m of an iteration. first: metrics of the run's first
+    iteration; None: m is the first. groups (B, G): the rewards; None: not at hand. norms: grad_norm
+    of earlier iterations."""
     first = first or m
     groups = torch.empty(0, 1) if groups is None else groups
     yield from problems_of_rewards(m, cfg, first, groups)
@@ -306,12 +307,12 @@ def problems(m, cfg, dtype, first=None, groups=None, norms=()):
     yield from problems_of_baseline(m, cfg)
     if m["tokens_without_loss"] > 0:
         yield "mask", (
-            f"{m['tokens_without_loss']} sampled tokens carry no loss, and no setting says so: is "
-            "the end token among them, or is the mask one token off? --debug_step=True shows which")
+            f"{m['tokens_without_loss']} sampled tokens are outside the loss mask for no reason: "
+            "is the end token dropped, or the mask off by one? --debug_step=True shows which")
     if m["num_completion_tokens"] == 0:
         yield "tokens", (
-            "no completion tokens carry loss, so there was no step: raise max_completion_length or "
-            "unset mask_truncated_completions")
+            "no completion token is under the loss, so there was no step: raise "
+            "max_completion_length or unset mask_truncated_completions")
     yield from problems_of_exploration(m, cfg, first)
     yield from problems_of_step(m, cfg, first, norms)
     if cfg.tools and cfg.answers and m["tools/failure_frequency"] == 1:
@@ -326,19 +327,20 @@ def problems(m, cfg, dtype, first=None, groups=None, norms=()):
 
 
 def problems_of_evaluation(before, after, noise, logged_kl=math.nan):
-    """What is wrong in an evaluation, beside the first one of the run. Each: its measures, and
-    "reward", their weighted sum. noise: standard error of that sum; logged_kl: the greatest KL of
-    an iteration so far, if both are to the policy before training. NaN: unknown."""
+    """Yield what is wrong in an evaluation `after`, compared with the run's first, `before`. Both
+    hold measures, and "reward", the weighted sum of rewards. noise: standard error of the change in
+    that sum. logged_kl: the greatest KL of an iteration so far, if it is to the policy before
+    training; NaN: unknown."""
     fall = before["reward"] - after["reward"]
     if fall > 3 * noise:
         yield "fell", (
             f"the held-out reward fell from {before['reward']:.4f} to {after['reward']:.4f}, more "
-            "than noise does: lower learning_rate, raise beta, or more num_prompts; is it a reward "
-            "that training does not raise either (reward in metrics.jsonl)?")
+            "than noise explains: lower learning_rate, raise beta or num_prompts; does training "
+            "raise the reward of its own rollouts (reward in metrics.jsonl)?")
     if after["kl"] > 0.05 and after["kl"] > 5 * logged_kl:
         yield "two kls", (
-            f"the KL to the policy before training is {after['kl']:.3f}, that of the iterations at "
-            f"most {logged_kl:.3f}: does the reference learn too, or are its log-probs the "
+            f"the KL to the policy before training is {after['kl']:.3f}, but the iterations logged "
+            f"at most {logged_kl:.3f}: does the reference learn too, or are its log-probs the "
             "policy's?")
     if after["distinct_2"] < 0.2 * before["distinct_2"]:
         yield "distinct", (
@@ -353,7 +355,7 @@ def is_slow(seconds, earlier):
 
 
 def solved_rewards(m, first, cfg):
-    """Which rewards are solved or capped, in words; "" for none."""
+    """The rewards that are solved or capped, in words, or ""."""
     _, solved = constant_rewards(m, first, cfg)
     if "advantage" not in cfg.functions and m["reward_min"] == m["reward_max"]:
         return f"all rewards are {m['reward_min']:.4g}" if is_solved(m, first) else ""
@@ -362,8 +364,9 @@ def solved_rewards(m, first, cfg):
 
 
 def notes(m, cfg, first, earlier=(), warned=False):
-    """What looks wrong in the metrics m of an iteration and may be right. first: those of the run's
-    first iteration; earlier: seconds of the iterations before it; warned: problems were found."""
+    """Yield what looks wrong in the metrics m of an iteration and may be right. first: metrics of
+    the run's first iteration; earlier: seconds of earlier iterations; warned: whether there were
+    warnings."""
     solved = solved_rewards(m, first, cfg)
     if solved:
         yield "solved", f"{solved}: solved or capped, so they teach nothing more"

@@ -60,7 +60,7 @@ def test_comments_that_nobody_has_rated_are_left_out_and_counted(tmp_path):
     for name in ("a.csv", "a.jsonl"):
         path = str(tmp_path / name)
         assert load_comments(path) == [("a", 1.0), ("d", 0.0)]
-        assert "out: 2\n" in printed(load_comments, path)
+        assert "2 rows" in printed(load_comments, path)
         refused = f"{name}: no row has a label in 'label'"
         assert_refused((refused, "text"), load_comments, path, label_field="label")
 

@@ -145,7 +145,7 @@ def test_what_samples_hears_the_environment_and_is_given_columns():
         seen.clear()
         sampling()
         assert set(seen) == {(prompt.text, prompt.row["number"]) for prompt in prompts}
-    assert_refused("'number'", sample.speak, setup, setup.policy, cfg, "you are", 3)
+    assert_refused("'number'", sample.complete, setup, setup.policy, cfg, "you are", 3)
 
 
 def test_metrics_count_what_the_policy_drew():
