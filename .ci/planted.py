@@ -696,7 +696,7 @@ MISTAKES = [
         ("after: config.json says what it made",
          "self.given.get(name, getattr(self, name))", "getattr(self, name)")),
     *of("run/after.py", "test_after.py::test_a_value_given_to_a_run_that_goes_on_wins",
-        ("after: beats what is given now", "if getattr(cfg, name) == before[name]", "if given")),
+        ("after: beats what is given now", "if getattr(cfg, name) == before[name]", "if before")),
     *of("grpo.py", "test_after.py::test_what_after_sets_is_what_a_resumed_run_is_given"
         "[learning_rate]",
         ("after: a rate that does nothing", 'cfg.given.get("learning_rate", cfg.learning_rate)',

@@ -1,6 +1,6 @@
 """
-The folder of a run. It is locked while the run lives, and no run is ever overwritten: the same
-command continues a run that was interrupted, and any other needs a folder of its own.
+The folder of a run. It is locked while the run lives, and a run is never overwritten: the same
+command continues an interrupted run, and a different command needs its own folder.
 """
 import contextlib
 import glob
@@ -14,19 +14,19 @@ from run.checkpoint import LOGS, changed_settings, checkpoints, iterations_of
 from run.settings import read_run, settings_that_are
 
 LOCK = ".lock"
-# files that are written under a temporary name first
+# files that are first written under a temporary name
 WRITTEN = ("ckpt_*.pt", "base.pt", "config.json", "config.py")
 
 
 def in_words(changed):
-    """What the settings that changed were before."""
+    """The old values of changed settings, as text."""
     return ", ".join(f"{name} was {shown(old, 30)}" for name, (old, _) in changed.items())
 
 
 def why_not_continued(folder, cfg):
-    """Why what a folder holds is not continued; "" if it is."""
+    """Why this folder cannot be resumed, or ""."""
     if not os.path.exists(f"{folder}/config.json"):
-        return "holds other files"
+        return "holds files, but not a run"
 
     # is it the same run, and how far has it come?
     before = read_run(folder)
@@ -34,22 +34,22 @@ def why_not_continued(folder, cfg):
     fixed = {name: changed[name] for name in settings_that_are("fixed") if name in changed}
     done = [iterations_of(path) for path in checkpoints(folder)]
 
-    # rows without a checkpoint: it cannot be continued, and its logs would be overwritten
+    # without a checkpoint it would begin anew, and overwrite its logs
     metrics = f"{folder}/metrics.jsonl"
     if not done and os.path.exists(metrics) and os.path.getsize(metrics) > 0:
         return "holds a run without a checkpoint"
 
     # with --resume=True settings may differ, as long as the weights fit
     if done and cfg.resume:
-        return f"holds a run of another policy ({in_words(fixed)})" if fixed else ""
+        return f"holds a run of a different policy ({in_words(fixed)})" if fixed else ""
 
-    # else it must be the same command, of a run that has something left to do
+    # else it must be the same command, and the run must have iterations left
     about = in_words(changed)
     if not about and before["source"] != cfg.source:
-        about = "its config file had another text"
+        about = "its config file has changed"
     if about:
         way_out = ", which --resume=True would continue" if done and not fixed else ""
-        return f"holds a run of other settings ({about}){way_out}"
+        return f"holds a run with different settings ({about}){way_out}"
     if done and done[-1] >= cfg.max_iters and before.get("is_printed"):
         return ("holds a run that is complete, which --resume=True with more --max_iters would "
                 "continue")
@@ -57,16 +57,16 @@ def why_not_continued(folder, cfg):
 
 
 def how_plain(path):
-    """A command that makes a link a file of its own, or moves away what is no file. Neither loses
-    what a user made."""
+    """A command that replaces a link by a copy of its file, or moves anything else away. Neither
+    loses what a user made."""
     if os.path.isfile(path):
-        return "`cp F F.2 && mv F.2 F` makes it a file of its own"
+        return "`cp F F.2 && mv F.2 F` makes it a separate file"
     return "`mv F F.2` moves it away"
 
 
 def is_free(folder):
-    """Whether nothing would be lost: no folder, or at most a lock, unfinished files and empty
-    logs."""
+    """True if nothing would be lost: the folder does not exist, or holds at most a lock, unfinished
+    files and empty logs."""
     for name in os.listdir(folder) if os.path.lexists(folder) else []:
         is_empty_log = name in LOGS and os.path.getsize(f"{folder}/{name}") == 0
         if not (name == LOCK or name.endswith(".tmp") or is_empty_log):
@@ -75,16 +75,17 @@ def is_free(folder):
 
 
 def check_folder(folder, cfg):
-    """BadInput for a folder with anything but a run that is continued with these settings, or with
-    links where a run would write."""
-    # a link may lead to another run's log
+    """BadInput unless the folder is free, or holds a run that these settings continue; and for
+    links where the run would write."""
+    # a link may lead to the log of a different run
     names = [name for name in (LOCK, *LOGS) if not is_plain(f"{folder}/{name}")]
     if names:
         first = f"{folder}/{names[0]}"
-        raise BadInput(f"{first}: is a link or no plain file, and a run would write there. In that "
-                       f"folder, for each F of {', '.join(names)}: {how_plain(first)}")
+        raise BadInput(f"{first}: is not a plain file (perhaps a link), and a run would write "
+                       f"there. In that folder, for each F of {', '.join(names)}: "
+                       f"{how_plain(first)}")
 
-    # whose is what the folder holds?
+    # does it hold something else than this run?
     if is_free(folder):
         return
     try:
@@ -97,11 +98,11 @@ def check_folder(folder, cfg):
 
 @contextlib.contextmanager
 def claimed_folder(cfg):
-    """Within this block out_dir is this process's -> (folder, whether a run in it is continued).
-    BadInput where it holds something else."""
+    """Lock out_dir for this block -> (folder, whether it holds a run to continue). BadInput if it
+    holds something else."""
     folder = cfg.out_dir.rstrip("/") or "/"
 
-    # look before anything is made there, then lock it
+    # check before making anything there, then lock it
     try:
         check_folder(folder, cfg)
         os.makedirs(folder, exist_ok=True)
@@ -112,13 +113,13 @@ def claimed_folder(cfg):
     except (OSError, UnicodeError) as e:
         raise BadInput(f"out_dir = {cfg.out_dir!r}: cannot be written ({e})") from e
     with lock:      # until the block ends, or the process
-        check_folder(folder, cfg)       # which another run may have used meanwhile
+        check_folder(folder, cfg)       # again: a different run may have used it meanwhile
 
         # can a power failure lose what is saved here?
         if not flush(folder):
-            print(f"note: {folder}: this disk cannot be waited for (fsync of a folder), so a power "
-                  "failure may lose what was saved last")
-        for name in WRITTEN:        # by a process that was killed while it wrote
+            print(f"note: {folder}: this disk has no fsync for folders, so a power failure may "
+                  "lose what was saved last")
+        for name in WRITTEN:        # left by a process that was killed while it wrote
             for path in glob.glob(f"{glob.escape(folder)}/{name}.[0-9]*.tmp"):
                 os.remove(path)
 

@@ -1,12 +1,12 @@
 """
-What each number of a run means, as `python grpo.py --help=metrics` prints it. The meanings stand
-where the numbers are computed, in a docstring:
+The meaning of each number of a run, for `python grpo.py --help=metrics`. Each meaning stands in the
+docstring of the function that computes the number:
 
     Metrics:
         reward, reward_std: of all completions
         rewards/NAME/mean: of each reward function, whose name stands for NAME
 
-`Measures:` begins those of an evaluation.
+The measures of an evaluation begin with `Measures:`.
 """
 import ast
 import os
@@ -42,7 +42,7 @@ def meanings(title="Metrics"):
 
 
 def listed(title):
-    """The meanings as text, a name or several of one meaning above each."""
+    """The meanings as text, each below the names that share it."""
     lines = [f"{TITLE[title]}:"]
     by_meaning = {}
     for name, meaning in meanings(title).items():

@@ -4,8 +4,8 @@
         return torch.optim.SGD([p for _, p in named_parameters], lr=learning_rate, momentum=0.9)
 
 A list of optimizers steps as one: Muon for the matrices, say, and AdamW for the rest. Warm-up and
-decay scale the rate of every parameter group from where the function has set it. What an optimizer
-remembers must be in its state_dict(), in tensors and plain numbers: a checkpoint holds that.
+decay scale each parameter group's rate from the value that the function set. An optimizer's whole
+state must be in its state_dict(), as tensors and plain numbers: a checkpoint saves that.
 """
 import inspect
 
@@ -17,7 +17,7 @@ from common.script import BadInput, shown
 
 
 class Several:
-    """Optimizers that step as one: what the loop and a checkpoint ask of an optimizer."""
+    """Optimizers that step as one, with the methods that the loop and checkpoints use."""
 
     def __init__(self, optimizers):
         self.optimizers = list(optimizers)
@@ -28,7 +28,7 @@ class Several:
 
     @property
     def state(self):
-        """{parameter: its moments}, to look at."""
+        """{parameter: its moments}; read only."""
         return {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
 
     def step(self):
@@ -54,13 +54,13 @@ class Several:
 
 
 def name_of(optimizer):
-    """The classes of an optimizer, to be compared with those that a checkpoint names."""
+    """The classes of an optimizer, to compare with a checkpoint's."""
     several = optimizer.optimizers if isinstance(optimizer, Several) else [optimizer]
     return ", ".join(type(one).__name__ for one in several)
 
 
 def load_state(optimizer, state):
-    """optimizer <- what its state_dict() once was. ValueError where that is of another one."""
+    """optimizer <- an earlier state_dict(). ValueError if it belongs to a different one."""
     if isinstance(optimizer, Several):
         optimizer.load(state)
     else:
@@ -68,7 +68,7 @@ def load_state(optimizer, state):
 
 
 def plain(value):
-    """A table with Python's numbers in place of numpy's, which a checkpoint cannot hold."""
+    """Replace numpy's numbers in a table, which a checkpoint cannot hold, by Python's."""
     if isinstance(value, np.generic):
         return value.item()
     if type(value) is dict:
@@ -77,46 +77,47 @@ def plain(value):
 
 
 def state_of(optimizer):
-    """What a checkpoint keeps of an optimizer."""
+    """The state of an optimizer, as a checkpoint saves it."""
     return plain(optimizer.state_dict())
 
 
 def check_state(optimizer):
-    """Refuse an optimizer of the config file, after its first step, whose state a checkpoint could
-    not hold and give back: the trained policy would be lost with it."""
+    """Refuse the config file's optimizer, after its first step, if a checkpoint could not save and
+    restore its state: the trained policy would be lost with it."""
     state = state_of(optimizer)
-    if found := not_data(state):
-        raise BadInput(f"optimizer: a checkpoint cannot hold what its state_dict() has at {found}: "
+    if place := not_data(state):
+        raise BadInput(f"optimizer: a checkpoint cannot hold what its state_dict() has at {place}: "
                        "must be a tensor, a number, text, or a dict or list of these")
     try:
         load_state(optimizer, state)
     except (AttributeError, LookupError, TypeError, ValueError) as e:
         raise BadInput(f"optimizer: {shown(optimizer)} does not take back what its state_dict() "
-                       f"gave, so no run could go on with it ({shown(e)})") from e
+                       f"gave, so a run could not be resumed with it ({shown(e)})") from e
 
 
 def settings_of_groups(state):
-    """[{name: value}] of the parameter groups in what state_of returned, without what follows from
-    the iteration."""
+    """The settings of each parameter group in the result of state_of -> [{name: value}], without
+    the learning rate, which follows from the iteration."""
     groups = [group for part in state.get("optimizers", [state]) for group in part["param_groups"]]
     return [{name: x for name, x in group.items() if name not in ("params", "lr")}
             for group in groups]
 
 
 def differing(groups, others):
-    """{name: (value, other)} of the values that differ first in two settings_of_groups."""
-    found = {}
+    """Compare two results of settings_of_groups -> {name: (value, other)}, from the first group
+    where the setting differs."""
+    differences = {}
     for one, other in zip(groups, others):
         for name in one.keys() | other.keys():
             values = one.get(name), other.get(name)
             if repr(values[0]) != repr(values[1]):
-                found.setdefault(name, values)
-    return found
+                differences.setdefault(name, values)
+    return differences
 
 
 def adamw(named_parameters, cfg):
-    """AdamW by the settings. Matrices decay; biases and gains of norms, which are vectors, do not,
-    as in nanoGPT and TRL."""
+    """AdamW from the settings. As in nanoGPT and TRL, matrices decay; vectors, which are biases and
+    gains of norms, do not."""
     matrices = [p for _, p in named_parameters if p.dim() >= 2]
     vectors = [p for _, p in named_parameters if p.dim() < 2]
     return torch.optim.AdamW(
@@ -125,27 +126,27 @@ def adamw(named_parameters, cfg):
         lr=cfg.learning_rate, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_eps, fused=True)
 
 
-def check_made(made, named_parameters):
-    """Refuse what the config file's function returned, unless it is one or several optimizers that
-    have every trained parameter once."""
-    if not made or not all(isinstance(one, torch.optim.Optimizer) for one in made):
-        raise BadInput(f"optimizer returned {shown(made)}: must be a torch.optim.Optimizer, or a "
-                       "list of them")
+def check_made(optimizers, named_parameters):
+    """Refuse the config file's optimizers, unless together they have every trained parameter
+    once."""
+    if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
+        raise BadInput(f"optimizer returned {shown(optimizers)}: must be a torch.optim.Optimizer, "
+                       "or a list of them")
 
-    # one step is one gradient here
-    for one in made:
+    # a step has one gradient here
+    for one in optimizers:
         closure = inspect.signature(one.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise BadInput(f"optimizer: {type(one).__name__} evaluates the loss several times a "
                            "step, which this loop cannot: take one whose step() needs no closure")
 
     # a parameter that is missing would never move, one that is there twice would move twice
-    taken = [id(p) for one in made for group in one.param_groups for p in group["params"]]
+    ids = [id(p) for one in optimizers for group in one.param_groups for p in group["params"]]
     for name, p in named_parameters:
-        if taken.count(id(p)) != 1:
-            raise BadInput(f"optimizer: {name} is in it {taken.count(id(p))} times: put each of "
+        if ids.count(id(p)) != 1:
+            raise BadInput(f"optimizer: {name} is in it {ids.count(id(p))} times: put each of "
                            "named_parameters into one parameter group")
-    if len(taken) > len(named_parameters):
+    if len(ids) > len(named_parameters):
         raise BadInput("optimizer: has parameters that are not among named_parameters")
 
 
@@ -155,12 +156,12 @@ def make_optimizer(policy, cfg):
     named_parameters = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
     optimizer = adamw(named_parameters, cfg)
 
-    # or what the config file makes of them
+    # or the config file's optimizer
     if "optimizer" in cfg.functions:
-        made = cfg.functions["optimizer"](list(named_parameters), cfg.learning_rate)
-        several = list(made) if isinstance(made, (list, tuple)) else [made]
+        returned = cfg.functions["optimizer"](list(named_parameters), cfg.learning_rate)
+        several = list(returned) if isinstance(returned, (list, tuple)) else [returned]
         check_made(several, named_parameters)
-        optimizer = made if isinstance(made, torch.optim.Optimizer) else Several(several)
+        optimizer = returned if isinstance(returned, torch.optim.Optimizer) else Several(several)
 
     # warm-up and decay scale the rate that a group has now
     for group in optimizer.param_groups:

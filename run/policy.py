@@ -1,4 +1,4 @@
-"""The policy: from a file, a published model, a run, or new; and what of it is trained."""
+"""The policy: load it from a file, a published model or a run, or make it; choose what to train."""
 import copy
 import os
 
@@ -18,7 +18,7 @@ BASE = "base.pt"        # in the folder of a run, see keep_base
 
 
 def plain(policy):
-    """A policy without adapters and critic: what a run trained, merged into one Policy."""
+    """Merge a trained policy into a plain Policy, without adapters and critic."""
     model = Policy(policy.config)
     weights = merged_weights(policy)
     weights.setdefault("lm_head.weight", weights["wte.weight"])
@@ -28,7 +28,7 @@ def plain(policy):
 
 def trainable(base, cfg):
     """Copy the base into the policy that is trained, with gradients on."""
-    # adapters, beside frozen weights that it shares with the base; or a copy of all weights
+    # train adapters beside the base's own frozen weights, or a copy of all weights
     if cfg.lora_rank:
         from extras.lora import add_lora
         shared = {id(p): p for p in base.parameters()}
@@ -49,17 +49,17 @@ def trainable(base, cfg):
 
 
 def reference_for(policy, base, cfg):
-    """The reference: the base, or a copy of the policy where a sync will make it follow."""
+    """The reference: the base, or a copy of the policy if syncs will update it."""
     if cfg.ref_model_sync_steps:
         return copy.deepcopy(policy).requires_grad_(False)
     return base
 
 
 def settings_of(path, content=None):
-    """The Settings of the run that wrote a checkpoint. content: what it holds, if it is read."""
+    """The Settings of the run that wrote a checkpoint. content: its content, if already read."""
     content = content or read_checkpoint(path)
 
-    # as far as this version has them; what is new has its default
+    # settings that the file lacks have their defaults; settings that this version lacks are ignored
     cfg = Settings()
     with undamaged(path):
         for name, value in content["settings"].items():
@@ -70,12 +70,12 @@ def settings_of(path, content=None):
 
 
 # ------------------------------------------------------------------------------------------------
-# what the name of a policy means
+# the name of a policy
 
 
 def checkpoint_of(name):
-    """The checkpoint that a policy's name means: the newest in a run's folder, or the file of that
-    name. None for a policy that is no run's."""
+    """The run's checkpoint that a policy's name stands for: the newest in a run's folder, or the
+    file itself. None if the policy does not come from a run."""
     if is_run(name):
         return newest_checkpoint(name)
     content = load_torch(name, tables_only=True) if name.endswith(".pt") else None
@@ -83,17 +83,17 @@ def checkpoint_of(name):
 
 
 def origin_of(name):
-    """The policy that the first of a row of runs began from, each from the last one: "train", a .pt
-    file or a published model. It has the tokenizer."""
-    passed = []
+    """Follow a chain of runs, each begun from an earlier one, back to the first run's policy:
+    "train", a .pt file or a published model. That policy has the tokenizer."""
+    visited = []
     while checkpoint := checkpoint_of(name):
         copied = f"{os.path.dirname(checkpoint) or '.'}/{BASE}"
-        if os.path.exists(copied):      # the run that it began from may be gone
+        if os.path.exists(copied):      # the earlier run may be gone
             name = copied
             break
-        if checkpoint in passed:
+        if checkpoint in visited:
             raise BadInput(f"{checkpoint}: began from itself, by its settings")
-        passed.append(checkpoint)
+        visited.append(checkpoint)
         name = settings_of(checkpoint).policy
     if not name.endswith(".pt"):
         return name
@@ -101,19 +101,19 @@ def origin_of(name):
 
 
 def load_run(path):
-    """Load the policy of a run's folder or of a .pt file -> (policy, tokenizer). In place of the
-    tokenizer of a published model comes the folder or file that has it."""
+    """Load the policy of a run's folder or of a .pt file -> (policy, tokenizer). For a published
+    model's tokenizer, return the folder or file that has it."""
     checkpoint = checkpoint_of(path)
     if checkpoint is None:
         policy = load_gpt(path)
-    else:       # a run's policy may have adapters, as its settings say
+    else:       # its settings say whether it has adapters
         content = read_checkpoint(checkpoint)
         cfg = settings_of(checkpoint, content)
         with undamaged(checkpoint):
             policy = rebuilt(checkpoint, content["shape"], content["policy"],
                              lambda config: trainable(Policy(config), cfg))
 
-    # whose tokens are they?
+    # which tokenizer?
     origin = origin_of(path)
     if origin == "train" or origin.endswith(".pt"):
         return policy, load_tokenizer(policy.config.vocab_size)
@@ -122,8 +122,8 @@ def load_run(path):
 
 
 def keep_base(folder, setup, cfg, is_new):
-    """Write base.pt, a copy of the policy before training, beside a run that began from a file or
-    from a run: those are trained on, replaced, moved, and this run needs what they were."""
+    """Write base.pt, a copy of the policy before training, if the run began from a file or a run:
+    either may be trained on, replaced or moved, and this run still needs it as it was."""
     is_named = cfg.policy != "train" and not is_published(cfg.policy)
     path = f"{folder}/{BASE}"
     if is_named and rank_and_size()[0] == 0 and (is_new or not os.path.exists(path)):
@@ -131,8 +131,8 @@ def keep_base(folder, setup, cfg, is_new):
 
 
 def kept_base(cfg):
-    """Path of that copy, where the run in out_dir goes on, or is looked at, with the policy that it
-    names; else None."""
+    """The path of that copy, if out_dir holds a run that began from the policy in the settings;
+    else None."""
     path = f"{cfg.out_dir}/{BASE}"
     if not os.path.isfile(path) or not checkpoints(cfg.out_dir):
         return None
@@ -143,8 +143,8 @@ def kept_base(cfg):
 
 
 def load_policy(cfg, device="cpu", may_train=True):
-    """Load the policy of a file, a run or a published name, or make the one that is called "train",
-    on a device -> (policy, tokenizer). may_train: False where a run is only looked at."""
+    """Load the policy of a file, a run or a published name, or make the policy "train" on a device
+    -> (policy, tokenizer). may_train: False for a command that only looks at a run."""
     name = kept_base(cfg) or cfg.policy
     if name == "train":
         from extras.make.policy import made_policy
@@ -161,16 +161,16 @@ def load_policy(cfg, device="cpu", may_train=True):
             from extras.hub.policy import tokenizer_of
             tokenizer = tokenizer_of(tokenizer)
 
-    # what its chat template asks for
+    # arguments for its chat template
     if cfg.chat_template_kwargs:
         if getattr(tokenizer, "chat_template", None) is None:
             raise BadInput(f"chat_template_kwargs: policy = {cfg.policy!r} has no chat template")
         tokenizer.give_template(cfg.chat_template_kwargs)
 
-    # a shape in the settings is for "train", and a note names what is ignored
+    # a shape in the settings is only for "train": say so if it would be ignored
     for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-        found = getattr(policy.config, name)
-        wanted = getattr(cfg, name, found)
-        if wanted not in (getattr(Settings, name, found), found):
-            print(f"note: {name} = {wanted} is ignored: {cfg.policy} has {found}")
+        actual = getattr(policy.config, name)
+        wanted = getattr(cfg, name, actual)
+        if wanted not in (getattr(Settings, name, actual), actual):
+            print(f"note: {name} = {wanted} is ignored: {cfg.policy} has {actual}")
     return policy, tokenizer

@@ -1,10 +1,10 @@
 """
-The check that fast computation gives the right numbers.
+Check that the fast ways of computing give the right numbers.
 
-Before a run uses torch.compile, a graph of decoding or bfloat16, it computes a few completions with
-them and in plain float32: log-probs, their gradient, and the log-probs recorded while sampling. If
-they differ too much, or something fails, they are turned off in this order, one by one, and a line
-says so. The first step checks that sampler and trainer agree, and influence (common/guards.py).
+Before a run uses torch.compile, graphs for decoding, or bfloat16, it computes a few completions
+with them and in plain float32: log-probs, their gradient, and the log-probs recorded while
+sampling. If they differ too much, or something fails, it turns the fast ways off in this order, one
+by one, and prints a line. (Guards in common/guards.py check sampler, trainer and influence.)
 """
 from dataclasses import replace
 
@@ -19,8 +19,8 @@ from rollout import completion_logprobs
 
 
 def few_rows(setup, cfg):
-    """Sample the rows that are compared; no completion ends early -> [Rollout]: rows of which some
-    are padded, rows without padding, a single row, and one that was sampled alone."""
+    """Sample the rows to compare, completions that never end early -> [Rollout]: some rows padded,
+    all rows unpadded, a single row, and a row that was sampled alone."""
     ids = min((prompt.ids for prompt in setup.prompts), key=len)
     T = min(cfg.max_completion_length, 8)
     set_precision(setup.device, setup.dtype)
@@ -35,12 +35,12 @@ def few_rows(setup, cfg):
 def logp_and_gradient(setup, rollout, cfg):
     """The log-probs (N, T) of a rollout and the gradient (weights,) of a weighted sum of
     them."""
-    # a forward pass as setup computes it
+    # a forward pass in setup's way
     set_precision(setup.device, setup.dtype)
     with autocast(setup.device, setup.dtype):
         logp = completion_logprobs(setup.fast(setup.policy), rollout, cfg.temperature)
 
-    # one backward of all rows, each token with another weight, so that no errors cancel
+    # one backward for all rows; each token has a different weight, so that errors do not cancel
     factors = torch.linspace(1, 2, logp.numel(), device=logp.device).view_as(logp)
     total = (logp * factors).sum()
     gradients = torch.autograd.grad(total, setup.trained, materialize_grads=True)
@@ -49,17 +49,17 @@ def logp_and_gradient(setup, rollout, cfg):
 
 def compare(setup, plain, cfg, rollout):
     """Say what differs too much from plain float32 on a rollout; "" if nothing does."""
-    # three things that must be the same: log-probs, those of sampling, the gradient
+    # three things must agree: the log-probs, the log-probs of sampling, the gradient
     expected, expected_gradient = logp_and_gradient(plain, rollout, cfg)
     logp, gradient = logp_and_gradient(setup, rollout, cfg)
     errors = {}
-    for name, found in (("log-probs", logp), ("log-probs of sampling", rollout.logp)):
-        gaps = (found - expected).abs()
+    for name, x in (("log-probs", logp), ("log-probs of sampling", rollout.logp)):
+        gaps = (x - expected).abs()
         errors[name] = logp_error(float(gaps.mean()), float(gaps.max()), setup.dtype)
     error = (gradient - expected_gradient).norm() / expected_gradient.norm()
     errors["gradients"] = float(error), 2 * tolerance_of(setup.dtype)
 
-    # name the first that is not
+    # name the first that does not
     for name, (error, tolerance) in errors.items():
         if not error <= tolerance:      # true for NaN too
             return f"{name} are off by {error:.2g}, more than {tolerance:g}"
@@ -77,8 +77,8 @@ def find_problem(setup, plain, cfg):
 
 
 def check_precision(setup, cfg):
-    """Make setup compute as fast as the settings ask for and the check allows."""
-    # what is fast, on top of each other, each with what is there without it
+    """Make setup compute as fast as the settings say and the check allows."""
+    # turn on each fast way on top of the earlier ones, and remember what it replaces
     plain = replace(setup, dtype=torch.float32)
     slow = {}
     if setup.dtype != torch.float32:
@@ -91,11 +91,11 @@ def check_precision(setup, cfg):
         slow["compile"] = dict(compiled={}, generate=setup.generate)
         compile_nets(setup)
 
-    # take off the last one until the rest gives the right numbers
+    # turn off the last one until the rest gives the right numbers
     for name, without in reversed(slow.items()):
         problem = find_problem(setup, plain, cfg)
         failed = [False]
-        if name == "compile":       # the compiler did, in some process; there a note says how
+        if name == "compile":       # the compiler failed in some process, which printed a note
             failed = all_gather([not setup.compiled])
         if not problem and not any(failed):
             break

@@ -1,6 +1,6 @@
 """
-What a run prints: lines inside an iteration, the line of an iteration, its red flags, the table of
-before and after, and the verdict.
+The printed lines of a run: lines inside an iteration, the line of an iteration, its red flags, the
+table of before and after, and the verdict.
 """
 import math
 import os
@@ -15,23 +15,23 @@ from run.metrics import std
 
 
 def dimmed(text):
-    """Text that a terminal shows fainter; a file gets it as it is."""
+    """Make text fainter on a terminal; leave it as it is in a file."""
     plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ
     return text if plain else f"\033[2m{text}\033[0m"
 
 
 class StepLog:
-    """Where the time of an iteration goes: its seconds by phase, and the lines inside it with the
-    memory in use and the time since the last one. Both wait for a GPU, so that times are those of
-    finished work. on: False: no lines, and it waits only where a phase ends."""
+    """Where the time of an iteration goes: seconds by phase, and lines inside the iteration with
+    the memory in use and the time since the last line. Both wait for the GPU, to time finished
+    work. on: False prints nothing, and waits only at the end of a phase."""
 
     def __init__(self, device, micro_batch_size, on):
         self.device = device
         self.micro_batch_size = micro_batch_size
         self.on = on
         self.micro = 0
-        self.num_tokens = 0     # of prompts and completions, without padding
-        self.num_sampled = 0    # of these, and of held-out rollouts, the policy's
+        self.num_tokens = 0     # in prompts and completions, without padding
+        self.num_sampled = 0    # tokens that the policy sampled, in held-out rollouts too
         self.seconds = {}       # {phase: seconds so far}
         self.start = time.monotonic()
         self.last = self.start          # when the last line was printed
@@ -44,7 +44,7 @@ class StepLog:
             torch.cuda.synchronize(self.device)
 
     def end(self, phase):
-        """What went before, since the last end, was this phase."""
+        """Book the time since the last end for this phase."""
         self.wait()
         now = time.monotonic()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + max(0.0, now - self.booked)
@@ -68,7 +68,7 @@ class StepLog:
             self.line("[Micro 0] 3. Samples scored", values)
 
     def referred(self, cfg):
-        """The log-probs under the reference are known, where there are any, and the advantages."""
+        """The reference's log-probs, if it is used, and the advantages are computed."""
         self.end("reference" if cfg.beta else "advantage")
         if cfg.beta:
             self.line("[Micro 0] Reference's log-probs")
@@ -123,7 +123,7 @@ class StepLog:
         self.wait()
         now = time.monotonic()
 
-        # since the last line; at the end of the iteration since its start, too
+        # time since the last line, and at the end of the iteration also since its start
         spent = f"time={now - self.last:.3f}s"
         if last:
             spent = f"step={now - self.last:.3f}s, time={now - self.start:.3f}s total"
@@ -137,7 +137,7 @@ silent_log = StepLog(torch.device("cpu"), micro_batch_size=0, on=False)
 
 
 def loss_in_parts(m):
-    """The loss and, where it has several, its parts."""
+    """The loss and its parts, if there are several, as text."""
     kl = m.get("kl_loss", 0.0)
     main = m["policy_loss"] - kl + m.get("entropy_loss", 0.0)
     parts = [f"main {main:.4f}"]
@@ -154,7 +154,7 @@ def print_iteration(m, cfg, tokens, seconds_left):
     left = int(seconds_left)
     speed = f"{tokens / seconds:.0f}" if seconds > 0 else "?"      # a clock may stand still
 
-    # what the policy does, then how it learns; some of it not in every run
+    # what the policy does, then how it learns; some parts only in some runs
     parts = [f"reward {m['reward']:.4f} ±{m['reward_std']:.4f}"]
     if "kl" in m:
         parts.append(f"kl {m['kl']:.4f}")
@@ -206,13 +206,13 @@ def print_table(rows):
     # a measure a line
     for name in before:
         old = before[name]
-        new = after.get(name)       # missing where a resumed run has another judge
+        new = after.get(name)       # may be missing, if a resumed run has a different judge
         if not isinstance(old, float) or not isinstance(new, float):
             continue
         ratio = f"{new / old:.2f}" if old > 1e-6 and new >= 0 else "-"   # KL begins near 0
         print(f"{name:24}{old:10.4f} {new:9.4f}{ratio:>14}")
 
-    # what the policy wrote, to be read
+    # and some completions to read
     print("\nthe same prompts and random numbers, before and after:")
     for old, new in zip(before["samples"], after["samples"]):
         print(f"  {old['prompt']!r}")
@@ -221,61 +221,63 @@ def print_table(rows):
 
 
 class Warned:
-    """What was wrong in a run: said when it is found, and once more at its end."""
-    AGAIN = 10      # iterations until the same kind is said once more
+    """The warnings and notes of a run: print each when it comes, and the warnings again at the
+    end."""
+    AGAIN = 10      # iterations until a kind is printed again
 
     def __init__(self):
-        self.lines = {}         # {(WARNING or note, kind): its last line}
-        self.found = {}         # {the same: iterations in which it was found}
-        self.said = {}          # {the same: iteration in which it was last said}
+        self.lines = {}         # {("WARNING" or "note", kind): its last line}
+        self.iterations = {}    # {the same: iterations in which it came}
+        self.printed = {}       # {the same: iteration in which it was last printed}
 
     def say(self, what, kind, text, iteration):
-        """A problem of an iteration, or of the evaluation after it."""
+        """Print a problem of an iteration, or of the evaluation after it, unless its kind was
+        printed lately."""
         key = what, kind
         self.lines[key] = f"{what}: {text}"
-        self.found.setdefault(key, []).append(iteration)
-        again = math.inf if kind == "zero" else self.AGAIN     # what is right is said once
-        if iteration - self.said.get(key, -again) >= again:
-            self.said[key] = iteration
+        self.iterations.setdefault(key, []).append(iteration)
+        again = math.inf if kind == "zero" else self.AGAIN     # "zero" is right: print it once
+        if iteration - self.printed.get(key, -again) >= again:
+            self.printed[key] = iteration
             print(self.lines[key], flush=True)
 
     def repeat(self):
-        """The warnings once more, each kind with its iterations."""
+        """Print the warnings again, each kind with its iterations."""
         warnings = {key: line for key, line in self.lines.items() if key[0] == "WARNING"}
         if warnings:
             print("\nwarnings of this run, the last of each kind:")
         for key, line in warnings.items():
-            found = self.found[key]
-            where = f"iteration {found[0]}"
-            if len(found) > 1:
-                where = f"{len(found)} iterations from {found[0]} to {found[-1]}"
+            its = self.iterations[key]
+            where = f"iteration {its[0]}"
+            if len(its) > 1:
+                where = f"{len(its)} iterations from {its[0]} to {its[-1]}"
             print(f"  {where}: {line.removeprefix('WARNING: ')}")
 
 
 def print_warnings(m, cfg, dtype, warned, first=None, groups=None, seconds=(), norms=()):
     """Print the red flags of an iteration, each kind at most every ten iterations. warned: the
-    run's Warned. seconds, norms: step_time and grad_norm of earlier iterations. The others: see
+    run's Warned. seconds, norms: step_time and grad_norm of earlier iterations. For the rest see
     run/flags.py."""
-    found = [*problems(m, cfg, dtype, first, groups, norms)]
-    for kind, text in found:
+    warnings = [*problems(m, cfg, dtype, first, groups, norms)]
+    for kind, text in warnings:
         warned.say("WARNING", kind, text, m["iteration"])
-    for kind, text in notes(m, cfg, first or m, seconds, warned=bool(found)):
+    for kind, text in notes(m, cfg, first or m, seconds, warned=bool(warnings)):
         warned.say("note", kind, text, m["iteration"])
 
 
 def reward_of(row, cfg):
-    """Weighted sum of the rewards of an evaluation; NaN where a function scored nothing, or was not
-    asked before the run was resumed. One of weight 0 counts for nothing."""
-    counted = {name: weight for name, weight in zip(cfg.reward_funcs, cfg.reward_weights) if weight}
-    found = [row.get(f"rewards/{name}") for name in counted]
-    if None in found:
+    """Weighted sum of the rewards of an evaluation; NaN if a function scored nothing, or did not
+    exist before the run was resumed. Functions of weight 0 do not count."""
+    weights = {name: weight for name, weight in zip(cfg.reward_funcs, cfg.reward_weights) if weight}
+    means = [row.get(f"rewards/{name}") for name in weights]
+    if None in means:
         return math.nan
-    return sum(weight * x for weight, x in zip(counted.values(), found))
+    return sum(weight * x for weight, x in zip(weights.values(), means))
 
 
 def clip_hint(metrics):
-    """Words about the clip, where it has held back more than a hundredth of the tokens. metrics:
-    rows of metrics.jsonl."""
+    """A hint, if the clip has held back more than 1 % of the tokens, or "". metrics: rows of
+    metrics.jsonl."""
     names = ("clip_ratio/region_mean", "cispo_clip_ratio")
     shares = [row[name] for row in metrics for name in names if row.get(name) is not None]
     share = sum(shares) / max(1, len(shares))

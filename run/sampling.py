@@ -1,4 +1,4 @@
-"""The rollout of a run: completions of its prompts, as ids and as text, by all processes."""
+"""Sample a run's rollouts: completions of its prompts, as ids and as text, by all processes."""
 from typing import NamedTuple
 
 import torch
@@ -9,17 +9,17 @@ from rollout import Rollout, concatenate
 
 
 class Samples(NamedTuple):
-    """N = B * num_generations completions, those of a prompt side by side."""
+    """N = B * num_generations completions. A prompt's completions stand side by side."""
     rollout: Rollout
     prompts: list       # N of data.prompts.Prompt: each of the B prompts num_generations times
-    texts: list         # N texts, with what an environment added
+    texts: list         # N texts, with an environment's additions
 
 
 @torch.no_grad()
 def sample_completions(setup, policy, prompts, cfg, seed):
-    """num_generations completions of each of B prompts by a policy, drawn as the settings say
-    (temperature, top_k ...) -> Samples."""
-    # from here on there is a prompt for each completion. An environment answers these
+    """Sample num_generations completions of each of B prompts by a policy, as the settings say
+    (temperature, top_k, ...) -> Samples."""
+    # the prompt of each completion, for the environment
     prompts_of_rows = [prompt for prompt in prompts for _ in range(cfg.num_generations)]
     respond = setup.environment(prompts_of_rows, cfg)
 

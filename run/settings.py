@@ -7,8 +7,8 @@ A config file is Python that assigns names of Settings. Names that begin with _ 
 are ignored. A function (prompts, completions) that returns one number per completion can be a
 reward. Functions with a fixed name: reward, advantage (grpo.py), target, weigh (tracin.py), choose,
 questions (data/prompts.py), optimizer (run/optimizer.py), after (run/after.py), texts
-(extras/make), environment and the table `tools` (extras/environment). What they may ask for:
-docs/doors.md.
+(extras/make), environment and the table `tools` (extras/environment). docs/doors.md lists their
+arguments.
 
 The folder of a run is a config too: its config.json has all settings. It may be a stranger's, so
 functions come only from a config file that is named beside it.
@@ -40,7 +40,7 @@ from run.meanings import text_of_all
 
 
 def settings_of_extras():
-    """The dataclasses of extras/NAME/settings.py, of the extras that are here."""
+    """The dataclasses in extras/NAME/settings.py, for all extras that are here."""
     paths = sorted(glob.glob(f"{glob.escape(ROOT)}/extras/*/settings.py"))
     names = [os.path.basename(os.path.dirname(path)) for path in paths]
     modules = [importlib.import_module(f"extras.{name}.settings") for name in names]
@@ -189,21 +189,22 @@ class Settings(*settings_of_extras()):
     # what the config file brings along; not settings
     functions: dict = field(default_factory=dict, repr=False)
     source: str | None = field(default=None, repr=False)    # its text
-    # what the command named, and what it set otherwise than that, or than the defaults: to be told
+    # for the run's first lines: the configs that the command named, and settings that its flags
+    # changed
     named: str = field(default="", repr=False)
     changed: dict = field(default_factory=dict, repr=False)
-    # what was given, of the settings that `after` has changed since
+    # the first values of settings that `after` has changed
     given: dict = field(default_factory=dict, repr=False)
 
     @property
     def answers(self):
         """Whether an environment, or tools, answer the completions."""
-        asked = "environment" in self.functions or bool(self.tools)
-        return asked and self.max_turns > 0
+        defined = "environment" in self.functions or bool(self.tools)
+        return defined and self.max_turns > 0
 
     @property
     def tools(self):
-        """The config file's table of tools, {} without (extras/environment)."""
+        """The config file's table of tools, or {} (extras/environment)."""
         return self.functions.get("tools") or {}
 
     @property
@@ -220,8 +221,8 @@ class Settings(*settings_of_extras()):
         return bool(self.kl_in_loss or self.entropy_coef or self.critic)
 
     def door(self, name, own=None):
-        """What the config file has of this name, or what a setting of an extra puts there, or the
-        core's own."""
+        """The config file's function of this name, else a function that an extra's setting puts
+        there, else `own`, the core's."""
         if name in self.functions:
             return self.functions[name]
         for extra in type(self).__bases__:
@@ -230,13 +231,13 @@ class Settings(*settings_of_extras()):
         return own
 
     def call(self, name, own, **offered):
-        """Call the function of a door with what it asks for by name."""
+        """Call the function of a door with the arguments it takes, by name."""
         function = self.door(name, own)
         return function(**asked_for(name, function, offered))
 
     def for_target(self):
-        """These settings for held-out rollouts, which may have a reward of their own. A KL in the
-        loss is no part of a target: only functions of the config file may look at the reference."""
+        """These settings for held-out rollouts, which may have a different reward. A target has no
+        KL in its loss: only functions of the config file may look at the reference."""
         changes = {}
         if self.kl_in_loss and not {"target", "advantage"} & set(self.functions):
             changes["beta"] = 0.0
@@ -283,8 +284,8 @@ GIVEN = ("target", "weigh", "group", "texts", "questions", "choose", "advantage"
 
 
 def load_settings(argv):
-    """argv (config files, folders of runs, flags) -> checked Settings. Flags override a run, which
-    overrides the config files."""
+    """Read argv (config files, folders of runs, flags) -> checked Settings. Flags override a run,
+    and a run overrides config files."""
     cfg = Settings()
 
     # flags, folders of runs, config files
@@ -326,7 +327,7 @@ def load_settings(argv):
 
 
 def use_functions(cfg):
-    """Refuse a function that nothing uses, and drop one that is imported."""
+    """Refuse a function that nothing uses, unless it was imported: drop that."""
     known = (*cfg.reward_funcs, cfg.tracin_val_reward, "reward", "environment", "tools")
     for name, function in list(cfg.functions.items()):
         if inspect.iscoroutinefunction(function):
@@ -347,8 +348,8 @@ that are logged. config/ holds more config files; the folder of a run repeats th
 
 
 def usage(which=""):
-    """How to call the command that runs now; with `which` settings, "first" or "all", as the source
-    of Settings has them, or the meanings of "metrics"."""
+    """The help of the running command. which: "first" or "all" adds settings, as the source of
+    Settings has them; "metrics" gives the meanings of the numbers instead."""
     if which == "metrics":
         return text_of_all()
     main = sys.modules["__main__"]
@@ -398,7 +399,7 @@ def read_flag(flag):
     return name, value
 
 
-# names that people bring from the notes, TRL, verl and nanoGPT, and what means the same here
+# names from the notes, TRL, verl and nanoGPT, and their names here
 ELSEWHERE = {
     "group_size": "num_generations", "max_new_tokens": "max_completion_length",
     "max_tokens": "max_completion_length", "max_response_length": "max_completion_length",
@@ -421,7 +422,7 @@ ELSEWHERE = {
     "kl_target": "beta, which a function `after` adapts (docs/doors.md)",
     "target_kl": "max_iters, which a function `after` sets (docs/doors.md)",
     "adaptive_kl": "beta, which a function `after` adapts (docs/doors.md)"}
-# likewise values of settings
+# the same for values of settings
 MEANS = {
     ("tracin", "seqloss-lastadv"): "tracin = 'advantage'",
     ("tracin", "seqloss-reward"): "tracin = 'reward'",
@@ -435,7 +436,7 @@ MEANS = {
 
 
 def types_of(name, source=""):
-    """The types that a setting may have. source, for the message, is where its name stood."""
+    """The types that a setting may have. source: where its name came from, for the message."""
     if name in ELSEWHERE:
         raise BadInput(f"{source}: there is no setting {name!r}; here it is {ELSEWHERE[name]}")
     if name not in HINTS:
@@ -448,8 +449,8 @@ def types_of(name, source=""):
     # of int | None both; choices are text
     parts = typing.get_args(HINTS[name]) or (HINTS[name],)
     parts = [x for part in parts for x in typing.get_args(part) or (part,)]
-    found = [type(part) if isinstance(part, str) else part for part in parts]
-    return tuple(dict.fromkeys(found))
+    types_here = [type(part) if isinstance(part, str) else part for part in parts]
+    return tuple(dict.fromkeys(types_here))
 
 
 WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text",
@@ -495,7 +496,7 @@ def read_config(path):
 
 
 def read_run(folder):
-    """What a run's config.json holds."""
+    """The content of a run's config.json."""
     path = f"{folder}/config.json"
     content = read_json(path, missing={})
     if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):

@@ -1,4 +1,4 @@
-"""What a run starts from, and what the loop of grpo.py works with. prepare makes it."""
+"""Inputs, which a run loads, and Setup, which the loop of grpo.py works with."""
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from run.precision import check_precision
 
 @dataclass
 class Setup:
-    """What the loop works with."""
+    """Everything that the loop works with. prepare makes it."""
     policy: torch.nn.Module
     base: torch.nn.Module         # the policy before training; for the evaluation's perplexity
     reference: torch.nn.Module    # the base, unless ref_model_sync_steps makes it follow the policy
@@ -34,12 +34,12 @@ class Setup:
     target_average: Any     # of the target's gradient, over steps; None: none
     # {index of a prompt: [rewards of a group, ...]}, oldest first; for the config file's choose
     seen: dict = field(default_factory=dict)
-    # what the config file's `after` keeps: rollouts to learn from again, and what it remembers
+    # for the config file's `after`: rollouts to learn from again, and its memory
     replay: Any = None                  # loss.Batch
     memory: dict = field(default_factory=dict)
     # {policy or reference: the same, compiled}, if cfg.compile says so
     compiled: dict = field(default_factory=dict)
-    # what was read, by its content (run/inputs.py), and what changed when the run went on:
+    # hashes of the inputs (run/inputs.py), and what had changed when the run was resumed:
     # [[iterations done, name, before, now]]
     has_read: dict = field(default_factory=dict)
     changes: list = field(default_factory=list)
@@ -53,7 +53,7 @@ class Setup:
         return autocast(self.device, self.dtype)
 
     def environment(self, prompts, cfg):
-        """What answers completions, one of each of these prompts (N), while they are sampled
+        """The function that answers the completions of these prompts (N) while they are sampled
         (rollout.generate's respond), or None."""
         if not cfg.answers:
             return None
@@ -63,7 +63,7 @@ class Setup:
 
 @dataclass
 class Inputs:
-    """What comes from files, loaded and checked."""
+    """Models and prompts from files, loaded and checked."""
     device: torch.device
     dtype: torch.dtype
     base: torch.nn.Module               # the policy before training, frozen
@@ -75,12 +75,12 @@ class Inputs:
 
 
 def load_judges(cfg, device, may_train=True):
-    """Load the judges that the settings name, or make those called "train" -> {role: judge}."""
+    """Load the judges that the settings name, or make a judge "train" -> {role: judge}."""
     judges = {}
     for role in ("judge", "eval_judge"):
         name = getattr(cfg, role)
 
-        # one judge for both is no independent check, and is loaded once
+        # one judge in both roles is loaded once
         if judges and name == cfg.judge != "train":
             print(f"note: eval_judge is also the judge that gives the reward, {name}: it is not an "
                   "independent check")
@@ -94,8 +94,8 @@ def load_judges(cfg, device, may_train=True):
 
 
 def read_inputs(cfg, may_train=True):
-    """Load and check every input -> Inputs. may_train: False where a run is only looked at, and
-    nothing may be trained first."""
+    """Load and check every input -> Inputs. may_train: False for a command that only looks at a
+    run, and must not train a model first."""
     # where and in what precision it is computed
     device = pick_device(cfg.device, cfg.threads)
     dtype = pick_dtype(cfg.dtype, device)
@@ -106,11 +106,11 @@ def read_inputs(cfg, may_train=True):
     base = base.to(device).eval().requires_grad_(False)
     prompts, eval_prompts, val_prompts = load_prompts(cfg, tokenizer, base.block_size)
 
-    # the judges: one gives the reward; the other is never trained against, so that it notices when
-    # the first is cheated
+    # the judges: one gives the reward. Training never sees the other, so it notices when the policy
+    # cheats the first
     judges = load_judges(cfg, device, may_train)
 
-    # do they have what the config file's functions ask for?
+    # do the prompts have the columns that the config file's functions need?
     check_columns(cfg, prompts + eval_prompts + val_prompts)
     if cfg.answers:
         from extras.environment import try_environment
@@ -124,14 +124,14 @@ def prepare(cfg, inputs):
     # learn
     policy = trainable(inputs.base, cfg)
 
-    # the reference, near which beta * KL keeps the policy: the base itself, unless it is told to
-    # follow the policy; then it is a copy
+    # the reference, near which beta * KL keeps the policy: the base itself, or a copy
+    # if it follows the policy
     reference = reference_for(policy, inputs.base, cfg)
 
     # the optimizer: AdamW, or what the config file makes
     optimizer = make_optimizer(policy, cfg)
 
-    # all of these, with the prompts and what else was read
+    # all of these, and the inputs
     average = cfg.door("average")
     setup = Setup(
         policy=policy, base=inputs.base, reference=reference, judges=inputs.judges,
@@ -155,7 +155,7 @@ def prepare(cfg, inputs):
 
 
 def step_calls_functions(cfg):
-    """Whether a step calls functions of the config file beside rewards."""
+    """Whether a step calls functions of the config file other than rewards."""
     by_setting = cfg.tracin == "target" or cfg.tracin_select == "weigh"
     of_a_step = {"advantage", "optimizer", "objective", "divide"}
     return by_setting or bool(cfg.functions.keys() & of_a_step)
@@ -166,8 +166,8 @@ def made_up_reward(completions):
 
 
 def prepare_small(cfg, inputs):
-    """(Setup, settings) of a step that costs next to nothing and needs nothing that must be trained
-    first: short completions, perhaps of a random policy, with made-up rewards."""
+    """-> (Setup, settings) for a step that costs next to nothing: short completions, made-up rewards,
+    and no model that must be trained first."""
     small = replace(
         cfg, judge=None, eval_judge=None, compile=False, max_turns=0,
         mask_truncated_completions=False,

@@ -112,7 +112,7 @@ def test_after_ends_a_run_early(run_own, tmp_path):
     assert [row["iteration"] for row in read_rows(folder / "eval.jsonl")] == [0, 2]
     assert (folder / "ckpt_000002.pt").exists()
     assert read_json(folder / "config.json")["settings"]["max_iters"] == 5
-    assert "nothing is left" in run_own("run", "--max_iters=5", "--save_interval=10", config=early)
+    assert "nothing to do" in run_own("run", "--max_iters=5", "--save_interval=10", config=early)
 
 
 # a value that does something in the tiny runs, and flags that it needs

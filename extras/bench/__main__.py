@@ -5,20 +5,20 @@ Measure what an iteration costs, and whether the fast paths hold on this machine
     python -m extras.bench config/toxicity.py vs --tracin=self vs --compile=True     # in turns
     python -m extras.bench trl config/toxicity.py      # beside TRL's GRPOTrainer
     python -m extras.bench tape                        # influence beside forward and backward alone
-    python -m extras.bench ladder config/toxicity.py   # what does each technique for speed give?
-    python -m extras.bench fits                        # which models fit on a card, by count
+    python -m extras.bench ladder config/toxicity.py   # the gain of each technique for speed
+    python -m extras.bench fits                        # which models fit on a card, by formula
 
 For each variant a line of JSON has the tokens/s by phase and the share of the device's peaks. A
 single variant ends in a card, a block to paste into a report: every part of the project on small
 shapes on this device, with its error, and what fails by name (exit code 1). It takes some minutes;
 --card=False leaves it out.
 
-Times are medians of --repeat=5 iterations (least to most) after one that warms up. Variants take
-turns, so that what else the machine does hits all of them. A policy that the settings would train
-has random weights here. On a CPU the memory is the most that the process has held so far.
+Times are medians of --repeat=5 iterations (least to most) after one to warm up. Variants take
+turns, so that other load on the machine hits them all. The policy "train" gets random weights. On a
+CPU, memory is the process's peak so far.
 
-A fast path that does not hold here is left out, and a line that begins with `note:` says so. trl
-takes the settings' policy, prompts and sizes, with a rule as reward and without a KL.
+A fast path that gives wrong numbers here is turned off, and a line that begins with `note:` says
+so. trl uses the settings' policy, prompts and sizes, with a rule as reward and without a KL.
 """
 import copy
 import json
@@ -60,16 +60,16 @@ def read_inputs(cfg):
 
 
 def make_nets(cfg):
-    """grpo's Setup, as fast as the settings ask for and as holds here."""
-    given = read_inputs(cfg)
+    """grpo's Setup, as fast as the settings say and this machine allows."""
+    inputs = read_inputs(cfg)
     for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-        found = getattr(given.base.config, name)
-        wanted = getattr(cfg, name, found)
-        # numbers of another shape would be taken for those of this one
-        if wanted not in (getattr(Settings, name, found), found):
-            raise BadInput(f"{name} = {wanted}: {cfg.policy} has {found}; add --policy=train for "
+        actual = getattr(inputs.base.config, name)
+        wanted = getattr(cfg, name, actual)
+        # do not measure a different shape than the user thinks
+        if wanted not in (getattr(Settings, name, actual), actual):
+            raise BadInput(f"{name} = {wanted}: {cfg.policy} has {actual}; add --policy=train for "
                            "random weights of the shape in the settings")
-    return grpo.prepare(cfg, given)
+    return grpo.prepare(cfg, inputs)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Round(NamedTuple):
 
 def iteration(setup, cfg, it):
     """Iteration `it` of grpo.train -> Round."""
-    torch.set_num_threads(cfg.threads or THREADS)   # another variant may have had others
+    torch.set_num_threads(cfg.threads or THREADS)   # each variant may have a different number
     if setup.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(setup.device)
     start = now(setup.device)
@@ -104,28 +104,29 @@ def peak_memory(device):
 
 
 def in_turns(variants, repeat):
-    """{name: [Round]} of {name: (setup, cfg)}. The first round of each is not kept."""
+    """Measure {name: (setup, cfg)} in turns -> {name: [Round]}, without the first round of each."""
     rounds = {name: [] for name in variants}
     for it in range(repeat + 1):
         for name, (setup, cfg) in variants.items():
             rounds[name].append(iteration(setup, cfg, it))
-    return {name: found[1:] for name, found in rounds.items()}
+    return {name: measured[1:] for name, measured in rounds.items()}
 
 
 def print_rounds(rounds):
-    """Two lines for each variant. How many times faster it is than the first is by token."""
-    rates = {name: statistics.median(r.tokens / r.seconds for r in found)
-             for name, found in rounds.items()}
+    """Print two lines for each variant. Speeds are compared with the first by tokens/s."""
+    rates = {name: statistics.median(r.tokens / r.seconds for r in measured)
+             for name, measured in rounds.items()}
     first = next(iter(rates.values()))
-    for name, found in rounds.items():
-        seconds = [r.seconds for r in found]
+    for name, measured in rounds.items():
+        seconds = [r.seconds for r in measured]
         print(f"{name}\n  {statistics.median(seconds):.3f} s an iteration ({min(seconds):.3f} to "
               f"{max(seconds):.3f}), {rates[name]:.0f} tokens/s, {rates[name] / first:.2f} x the "
-              f"first, {found[-1].peak:.2f} GB")
+              f"first, {measured[-1].peak:.2f} GB")
 
 
 def variants_of(argv):
-    """{flags as typed: (setup, cfg)} of the settings and, after each `vs`, of these with more."""
+    """The settings and, for each `vs`, the same settings with further flags -> {flags as typed:
+    (setup, cfg)}."""
     groups = [[]]
     for arg in argv:
         if arg == "vs":
@@ -141,7 +142,7 @@ def variants_of(argv):
     for name, flags in flags_of.items():
         cfg = replace(load_settings(flags), eval_judge=None)
         setup = make_nets(cfg)
-        runs_in = str(setup.dtype)      # what really runs
+        runs_in = str(setup.dtype)      # after fast paths were turned off, if any
         if setup.compiled:
             runs_in += ", compiled"
         variants[f"{name} ({runs_in})"] = (setup, cfg)
@@ -188,7 +189,7 @@ def beside_trl(argv, repeat):
 
 
 def rounds_of_trl(trl, setup, cfg, folder, repeat):
-    """[Round] of TRL's trainer on the policy that is in the folder. The first one is not kept."""
+    """Run TRL's trainer on the policy in the folder -> [Round], without the first."""
     import datasets
     import transformers
     rows = cfg.num_prompts * cfg.num_generations
@@ -221,10 +222,9 @@ def rounds_of_trl(trl, setup, cfg, folder, repeat):
 
 def climb(argv, repeat):
     """Measure each technique, in plain float32 first."""
-    # a policy that hardly moves: each row then samples the same completions, up to rounding
+    # a policy that hardly moves, so that all rows sample the same completions, up to rounding
     cfg = replace(load_settings(argv), eval_judge=None, learning_rate=1e-12)
-    given = replace(cfg, dtype="float32", compile=False)
-    setup = make_nets(given)
+    setup = make_nets(replace(cfg, dtype="float32", compile=False))
     torch.set_num_threads(cfg.threads or THREADS)
     print_ladder(setup, cfg, repeat)
 

@@ -1,10 +1,10 @@
 """
 A card's page: every part of the project on small shapes on this device, each with its error, in one
-block to paste into a report. A part that fails is named, and the others go on.
+block to paste into a report. If a part fails, the card names it and the others go on.
 
-The numbers of a part are compared with float64 on the CPU, those of a whole run in float32 with the
-same run on the CPU. On a machine without a GPU that is the same run once more. In bfloat16 a token
-may be another one, so a run's error is there that of its log-probs: trainer against sampler.
+A part is compared with float64 on the CPU, a whole float32 run with the same run on the CPU
+(without a GPU, with itself). In bfloat16 a run may draw different tokens, so its error is the
+difference of log-probs between trainer and sampler.
 """
 import contextlib
 import copy
@@ -85,7 +85,7 @@ class Part(NamedTuple):
 
 @dataclass
 class World:
-    """What the parts work with."""
+    """Where the parts run."""
     device: torch.device
     folder: str     # a temporary one
 
@@ -97,10 +97,10 @@ class World:
 # one model: sampling, log-probs, gradients, influence
 
 
-def relative(found, expected):
-    """|found - expected| / |expected|, in float64 on the CPU."""
-    found = found.detach().double().cpu()
-    return float((found - expected).norm() / expected.norm())
+def relative(x, expected):
+    """|x - expected| / |expected|, in float64 on the CPU."""
+    x = x.detach().double().cpu()
+    return float((x - expected).norm() / expected.norm())
 
 
 @torch.no_grad()
@@ -122,8 +122,8 @@ def needs(extra):
 
 
 def family(world, name, dtype, by_graph=False):
-    """The largest error of what a model samples, of its log-probs, their gradient and
-    influences."""
+    """The largest error in a model's sampling, log-probs, gradient and influences -> (error,
+    allowed)."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(50, block_size=64, n_layer=2, n_head=4, n_embd=32, **FAMILIES[name]))
     if name == "lora":
@@ -159,7 +159,8 @@ def family(world, name, dtype, by_graph=False):
 
 
 def judge(world, dtype):
-    """The mean error of logits near -5, and of how many different ones there are."""
+    """The larger of two errors of logits near -5: their mean error, and the share of distinct
+    values that rounding has merged."""
     torch.manual_seed(0)
     config = GPTConfig(300, block_size=32, n_layer=2, n_head=2, n_embd=32, causal=False)
     model = Scorer(config).eval().requires_grad_(False)
@@ -167,9 +168,9 @@ def judge(world, dtype):
     rows = [[299, *torch.randint(299, (1 + i % 23,)).tolist()] for i in range(256)]
     exact = logits_of(copy.deepcopy(model).double(), rows, torch.device("cpu"))
     with autocast(world.device, dtype):
-        found = logits_of(model.to(world.device), rows, world.device)
-    ties = 1 - len(found.unique()) / len(exact.unique())
-    return max(float((found - exact).abs().mean()), ties), tolerance_of(dtype)
+        logits = logits_of(model.to(world.device), rows, world.device)
+    ties = 1 - len(logits.unique()) / len(exact.unique())
+    return max(float((logits - exact).abs().mean()), ties), tolerance_of(dtype)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def judge(world, dtype):
 
 
 def quiet(main, argv):
-    """Call a command -> what it printed."""
+    """Call a command -> its printed text."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         main(argv)
@@ -203,7 +204,7 @@ def graphs_alone(device):
 
 
 def run_there(world, out_dir, device, dtype, settings):
-    """Rows of the metrics of a run. Raise where a fast path was turned off."""
+    """Make a run -> rows of its metrics. RuntimeError if a fast path was turned off."""
     shutil.rmtree(world.path(out_dir), ignore_errors=True)
     flags = flags_of(world, out_dir, device, dtype, settings)
     with graphs_alone(torch.device(device)):
@@ -235,7 +236,7 @@ def run(world, name, dtype):
 
 
 def resume(world):
-    """How far the last iteration is from itself, repeated from a checkpoint."""
+    """Repeat a run's last iteration from a checkpoint -> (difference, allowed)."""
     settings = ("--tracin=reward", "--save_interval=1", "--max_iters=3")
     before = run_there(world, "resume", world.device, "auto", settings)
     os.remove(os.path.join(world.path("resume"), "ckpt_000003.pt"))
@@ -266,7 +267,7 @@ def torchrun(world):
 
 
 def names_of_the_device(world):
-    """All that --device may say."""
+    """Every value of --device that should mean this device does."""
     for name in ("auto", str(world.device), world.device.type):
         if name != "auto" or torch.cuda.is_available() == (world.device.type == "cuda"):
             assert pick_device(name) == world.device, f"device = {name!r}"
@@ -278,7 +279,7 @@ def names_of_the_device(world):
 
 
 def all_parts():
-    """[(name, function of a World, its further arguments)]"""
+    """All parts -> [(name, function of a World, its further arguments)]."""
     parts = [("names of the device", names_of_the_device, ())]
     for name, dtype in DTYPES.items():
         parts += [(f"model {kind}, {name}", family, (kind, dtype)) for kind in FAMILIES]
@@ -298,7 +299,7 @@ def all_parts():
 
 
 def tried(name, function, world, arguments):
-    """Do a part, whatever it raises -> Part."""
+    """Run a part and catch whatever it raises -> Part."""
     start = time.perf_counter()
     error = None
     allowed = 0.0
@@ -328,27 +329,27 @@ def prepared(folder, device):
 
 
 def try_parts(device, names=""):
-    """Do the parts whose names hold `names` -> [Part]. Say which one is at work."""
+    """Run the parts whose names contain `names` -> [Part]. Print the name of each."""
     threads = torch.get_num_threads()
-    found = []
+    parts = []
     with tempfile.TemporaryDirectory() as folder:
         world = prepared(folder, device)
         for name, function, arguments in all_parts():
             if names in name:
                 print(f"card: {name}", file=sys.stderr, flush=True)
-                found.append(tried(name, function, world, arguments))
+                parts.append(tried(name, function, world, arguments))
                 torch.set_num_threads(threads)
-    return found
+    return parts
 
 
 def driver():
-    """Version of NVIDIA's driver, "" without one."""
+    """Version of NVIDIA's driver, or ""."""
     words = read_proc("driver/nvidia/version").split()
     return next((word for word in words if word[0].isdigit() and "." in word), "")
 
 
 def about(device):
-    """What this machine is, in lines."""
+    """Lines that describe this machine."""
     lines = [f"device    {device_name(device)} ({device})"]
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
@@ -367,7 +368,7 @@ def about(device):
 
 
 def print_card(device, parts, lines):
-    """Print the block: machine, parts, tokens/s. End with exit code 1 if a part failed."""
+    """Print the card: machine, parts, tokens/s. End with exit code 1 if a part failed."""
     bad = [part.name for part in parts if part.said != "ok" and "not there" not in part.said]
     absent = [part.name for part in parts if "not there" in part.said]
     print("\n----- card: paste from here -----")

@@ -1,5 +1,5 @@
 """
-What fits on a card? The memory of a run by count, for models of published shapes.
+What fits on a card? The memory of a run by formula, for models of published shapes.
 
     python -m extras.bench fits
 
@@ -34,36 +34,36 @@ def memory_of(shape, rows, prompt, new, micro_batch, lora=False, influence=False
     """{part: bytes} of an iteration in bfloat16 on a GPU, weights in float32."""
     P = 1e6 * shape.weights
     tokens = min(rows, micro_batch) * (prompt + new)
-    # of a layer and a token, in bfloat16: inputs and outputs that the backward asks for
-    kept = 2 * (14 * shape.C + 3 * shape.inner)
-    found = {
+    # bytes of a layer and a token: inputs and outputs in bfloat16 that the backward needs
+    per_token = 2 * (14 * shape.C + 3 * shape.inner)
+    parts = {
         # policy and reference; with LoRA they share the base
         "weights": 4 * P if lora else 8 * P,
         "bfloat16 copies": 2 * P,
         # a gradient and two moments of AdamW
         "gradient, AdamW": 0 if lora else 12 * P,
         "keys and values": 2 * 2 * shape.L * shape.kv * rows * (prompt + new),
-        "activations": shape.L * kept * tokens,
+        "activations": shape.L * per_token * tokens,
         "logits": 3 * 4 * min(LOGITS, micro_batch * new * shape.V)}
     if influence:
-        # of each layer its input and the gradient of its output. Of adapters' the input alone
+        # for each layer its input and the gradient of its output; for adapters only the input
         layer = 8 * shape.C + shape.gated * shape.inner
         numbers = shape.L * layer + shape.V + shape.C
         if lora:
             numbers = shape.L * layer // 2
-        found["tape"] = 2 * numbers * rows * new
+        parts["tape"] = 2 * numbers * rows * new
         # the target's gradient, and two more on the way to it
-        found["target"] = 0 if lora else 12 * P
-    return found
+        parts["target"] = 0 if lora else 12 * P
+    return parts
 
 
-def total(found):
-    """GB at the fullest moment: keys and values are not read by a step, but stay allocated."""
-    return sum(found.values()) / 2 ** 30
+def total(parts):
+    """GB at the peak. A step does not read keys and values, but they stay allocated."""
+    return sum(parts.values()) / 2 ** 30
 
 
 def print_fits():
-    """The table of docs/gpus.md: 64 rows of 128 + 256 tokens, micro-batches of 4."""
+    """Print the table of docs/gpus.md: 64 rows of 128 + 256 tokens, micro-batches of 4."""
     print("| model | | weights | bfloat16 | gradient, AdamW | keys | activations, logits | "
           "with influence | all | fits |")
     print("|---|---|---|---|---|---|---|---|---|---|")

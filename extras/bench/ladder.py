@@ -1,12 +1,12 @@
 """
-The ladder of speed: iterations in plain float32, then the same with one technique after the other,
-a row for each, in milliseconds by phase. It is the evidence for every line that is only fast.
+The ladder of speed: iterations in plain float32, then with one technique after the other, a row for
+each, in milliseconds by phase. It is the evidence for every line that is there only for speed.
 
     python -m extras.bench ladder config/toxicity.py
     python -m extras.bench ladder config/lowercase.py --policy=train --n_layer=12 --n_embd=768
 
-A rung says what stands in place of its technique while it is off. The rows share one policy that
-hardly learns, and take turns, so that what else the machine does hits all of them.
+A rung names the plain way to use while its technique is off. The rows share one policy that hardly
+learns, and take turns, so that other load on the machine hits them all.
 """
 import contextlib
 import json
@@ -35,29 +35,29 @@ from rollout import generate
 
 
 def keep_all(rows, cache, ended):
-    """In place of rollout.drop_finished: rows that have ended are read to the end."""
+    """Instead of rollout.drop_finished: read ended rows to the end."""
     return rows[:0] if bool(ended.all()) else rows
 
 
 def unsorted(rollout, rows, cfg):
-    """In place of loss.micro_batches: rows as they come, so that a piece is padded to its
+    """Instead of loss.micro_batches: rows in their order, so that a piece is padded to its
     longest."""
     mine = rows[shard(len(rows))]
     return mine.split(cfg.micro_batch_size) if len(mine) else ()
 
 
 def plain_log_prob(logits, targets):
-    """In place of fast.log_prob."""
+    """Instead of fast.log_prob."""
     return logits.log_softmax(-1).gather(1, targets)
 
 
 def never(*args):
-    """In place of a question whether a technique applies."""
+    """Instead of a check whether a technique applies."""
     return False
 
 
 def torch_attention(q, k, v, mask, causal, scale):
-    """In place of fast.attend_on_cpu: torch's kernel."""
+    """Instead of fast.attend_on_cpu: torch's kernel."""
     groups = q.shape[1] // k.shape[1]
     return F.scaled_dot_product_attention(
         q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), attn_mask=mask,
@@ -67,9 +67,9 @@ def torch_attention(q, k, v, mask, causal, scale):
 class Rung(NamedTuple):
     """A technique."""
     name: str
-    phase: str      # for which it is
+    phase: str      # that it speeds up
     on: str         # "cuda", "cpu", or "" for both
-    off: Callable   # Setup -> [(object, attribute, what stands there while it is off)]
+    off: Callable   # Setup -> [(object, attribute, its value while the technique is off)]
 
 
 RUNGS = [
@@ -101,7 +101,7 @@ RUNGS = [
 
 @contextlib.contextmanager
 def put(places):
-    """[(object, attribute, value)]: they have these values in the block."""
+    """Set [(object, attribute, value)] within the block."""
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in places]
     try:
         for thing, name, value in places:
@@ -113,7 +113,7 @@ def put(places):
 
 
 def rungs_for(setup, cfg):
-    """Those that this device and these settings have."""
+    """The rungs for this device and these settings."""
     can = {"bfloat16": pick_dtype("fast", setup.device) == torch.bfloat16,
            "casts kept": bool(cfg.lora_rank), "compile": cfg.compile}
     return [rung for rung in RUNGS
@@ -121,7 +121,7 @@ def rungs_for(setup, cfg):
 
 
 def rows_of(setup, cfg):
-    """{name: what to put there} of the plain row and of each technique added to those before."""
+    """The plain row, and each technique added to those before it -> {name: what to put}."""
     rungs = rungs_for(setup, cfg)
     names = [rung.name for rung in rungs]
     on = [(setup, "dtype", torch.bfloat16 if "bfloat16" in names else torch.float32)]
@@ -130,7 +130,7 @@ def rows_of(setup, cfg):
     rows = {}
     for i, name in enumerate(["plain float32", *names]):
         places = [*on, *(place for rung in rungs[i:] for place in rung.off(setup))]
-        # a sampler of its own, since a graph keeps what it was captured with
+        # a new sampler, since a graph keeps the functions it was captured with
         if "graph" in names[:i]:
             places.append((setup, "generate", graph.generate_by_graph(setup.policy)))
         if "compile" in names[:i]:
@@ -143,18 +143,18 @@ def rows_of(setup, cfg):
 
 
 def measure(setup, cfg, rows, repeat):
-    """{row: [({phase: seconds}, Rollout)]}. The rows take turns, and the first turn does not
-    count."""
-    found = {name: [] for name in rows}
+    """Measure the rows in turns -> {row: [({phase: seconds}, Rollout)]}, without the first
+    turn."""
+    measured = {name: [] for name in rows}
     for it in range(repeat + 1):
         for name, places in rows.items():
             with put(places):
-                found[name].append(timed_iteration(setup, cfg, it))
-    return {name: times[1:] for name, times in found.items()}
+                measured[name].append(timed_iteration(setup, cfg, it))
+    return {name: times[1:] for name, times in measured.items()}
 
 
 def summary(setup, cfg, name, times, dtype):
-    """A row: medians in ms, sampled tokens/s of the whole, shares of the device's peaks."""
+    """A row: medians in ms, sampled tokens/s of the iteration, shares of the device's peaks."""
     ms = {phase: 1000 * statistics.median(seconds[phase] for seconds, _ in times)
           for phase in PHASES}
     total = statistics.median(sum(seconds.values()) for seconds, _ in times)
@@ -179,7 +179,7 @@ def print_ladder(setup, cfg, repeat):
         dtype = [value for thing, what, value in places if what == "dtype"][-1]
         table.append(summary(setup, cfg, name, measured[name], dtype))
 
-    # what a technique gives: the time of its phase without it, in times of that with it
+    # a technique's gain: the time of its phase without it / with it
     phases = [phase for phase in PHASES if any(phase in row["ms"] for row in table)]
     print(f"{'ms of an iteration':28}", *(f"{phase:>10}" for phase in phases), "       all  gain")
     for before, row in zip([None, *table], table):

@@ -1,5 +1,5 @@
-"""Where the time of an iteration goes, in tokens/s by phase, and how much of the device that is:
-one line of JSON. See docs/gpus.md."""
+"""Where the time of an iteration goes, in tokens/s by phase, and which share of the device's peak
+speed that is: one line of JSON. See docs/gpus.md."""
 import json
 import math
 import statistics
@@ -13,8 +13,8 @@ from common.device import gpu_name, read_proc
 from common.script import seed_for
 from run.report import StepLog
 
-# {part of a GPU's name: (GB/s of its memory, TFLOP/s of bfloat16 products summed in float32, of
-# float32 ones)}, dense, from the makers' data sheets; a name is looked up from the top
+# {part of a GPU's name: (GB/s of its memory, TFLOP/s of bfloat16 products summed in float32,
+# TFLOP/s of float32)}, dense, from the makers' data sheets; the first part that fits counts
 PEAKS = {
     "B200": (8000, 2250, 75), "H200": (4800, 989, 67), "H100 PCIe": (2000, 756, 51),
     "H100 NVL": (3900, 835, 60), "H100": (3350, 989, 67), "A100 80GB PCIe": (1935, 312, 19.5),
@@ -26,8 +26,8 @@ PHASES = ("sampling", "reward", "reference", "held_out", "loss", "influence", "s
 
 
 class Clock(StepLog):
-    """In place of the lines of an iteration: the seconds of each phase. Reading it waits for the
-    device."""
+    """A StepLog that prints nothing and records the seconds of each phase. It waits for the device
+    at the end of a phase."""
 
     def __init__(self, setup, cfg):
         super().__init__(setup.device, cfg.micro_batch_size, on=False)
@@ -36,7 +36,7 @@ class Clock(StepLog):
         self.last = now(setup.device)
 
     def end(self, phase):
-        """What went before, since the last end, was this phase."""
+        """Book the time since the last end for this phase."""
         time_now = now(self.device)
         self.seconds[phase] += time_now - self.last
         self.last = time_now
@@ -60,7 +60,7 @@ class Clock(StepLog):
         self.end("influence")
 
     def watch(self, step, grad_norm):
-        """Before a step: influence chose its rows, or the gradient was clipped."""
+        """Before a step: influence has chosen its rows, or the gradient has been clipped."""
         chosen = self.influence and step.epoch == 0
         self.end("influence" if chosen else "step")
 
@@ -89,12 +89,12 @@ def timed_iteration(setup, cfg, it):
 
 
 # ------------------------------------------------------------------------------------------------
-# how much is that of the device?
+# which share of the device's peak is that?
 
 
 def work_of(setup, cfg, rollout):
-    """Count what an iteration multiplies and reads by need, not what the code does -> {phase:
-    (operations, bytes)}, None where it is not counted."""
+    """Count the operations and reads that an iteration needs, whatever the code does -> {phase:
+    (operations, bytes)}, None where they are not counted."""
     policy = setup.policy
     linear = sum(layer.weight.numel() for layer in policy.modules()
                  if isinstance(layer, nn.Linear) and layer is not policy.lm_head)
@@ -103,7 +103,7 @@ def work_of(setup, cfg, rollout):
     c = policy.config
     head_dim = c.head_dim or c.n_embd // c.n_head
 
-    # tokens of each row: read before the first one is sampled, sampled
+    # tokens of each row: read before the first sample, and sampled
     T = rollout.sampled_mask.shape[1]
     read = rollout.attention_mask[:, :-T].sum(1).double()                           # (N,)
     sampled = rollout.completion_mask.sum(1).double()                               # (N,)
@@ -138,7 +138,7 @@ def device_name(device):
 
 
 def peaks_of(name, dtype):
-    """(bytes/s, operations/s) that a device has by its data sheet, None for what is not known."""
+    """A device's peaks by its data sheet -> (bytes/s, operations/s), None if unknown."""
     for part, (bandwidth, half, full) in PEAKS.items():
         if part in name:
             rate = half if dtype == torch.bfloat16 else full
@@ -147,28 +147,28 @@ def peaks_of(name, dtype):
 
 
 def share(amount, seconds, peak):
-    """amount / seconds as a share of the peak; None where either is not known."""
+    """amount / seconds as a share of the peak; None if one of them is unknown."""
     if amount is None or peak is None or seconds == 0:
         return None
     return float(f"{amount / seconds / peak:.3g}")
 
 
 def report(setup, cfg, its):
-    """Iterations `its` phase by phase, of which the first does not count -> what the line says.
+    """Measure iterations `its` phase by phase, without the first -> the content of the line.
 
     tokens_per_s: sampled tokens of an iteration by the seconds of the phase. bandwidth, matrix:
     shares of the peaks. The log-probs of the policy that sampled cost nothing: the sampler has
     them.
     """
-    found = [timed_iteration(setup, cfg, it) for it in its][1:]
+    measured = [timed_iteration(setup, cfg, it) for it in its][1:]
     name = device_name(setup.device)
     bytes_per_s, operations_per_s = peaks_of(name, setup.dtype)
     phases = {"old_logp": None}
     for phase in PHASES:
-        seconds = statistics.median(seconds[phase] for seconds, _ in found)
+        seconds = statistics.median(seconds[phase] for seconds, _ in measured)
         rates = []
         shares = []
-        for times, rollout in found:
+        for times, rollout in measured:
             spent = times[phase]
             operations, read = work_of(setup, cfg, rollout).get(phase, (None, None))
             if spent:
@@ -182,8 +182,8 @@ def report(setup, cfg, its):
             seconds=float(f"{seconds:.4g}"), tokens_per_s=round(statistics.median(rates)),
             bandwidth=bandwidth, matrix=matrix) if is_on and rates else None
     c = setup.policy.config
-    total = statistics.median(sum(seconds.values()) for seconds, _ in found)
-    tokens = statistics.median(int(rollout.sampled_mask.sum()) for _, rollout in found)
+    total = statistics.median(sum(seconds.values()) for seconds, _ in measured)
+    tokens = statistics.median(int(rollout.sampled_mask.sum()) for _, rollout in measured)
     return dict(
         device=name, torch=torch.__version__, dtype=str(setup.dtype).removeprefix("torch."),
         compile=bool(setup.compiled), tracin=cfg.tracin,
@@ -194,10 +194,10 @@ def report(setup, cfg, its):
 
 
 def print_phases(setup, cfg, its):
-    """The line, and what it cannot say."""
-    found = report(setup, cfg, its)
-    if found["peak_bandwidth"] is None:
-        print(f"note: {found['device']!r} is not in the table of peaks (extras/bench/phases.py): "
+    """Print the line, and a note if the device's peaks are unknown."""
+    line = report(setup, cfg, its)
+    if line["peak_bandwidth"] is None:
+        print(f"note: {line['device']!r} is not in the table of peaks (extras/bench/phases.py): "
               "no shares of them")
-    print(json.dumps(found), flush=True)
-    return found
+    print(json.dumps(line), flush=True)
+    return line

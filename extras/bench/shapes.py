@@ -1,5 +1,5 @@
-"""What influence adds to a forward and backward, here and with dattri-LLM: the case `tape` of this
-command."""
+"""The cost of influence beside a forward and backward, here and with dattri-LLM: `python -m
+extras.bench tape`."""
 import importlib.util
 import statistics
 import time
@@ -11,7 +11,7 @@ from tape import Tape, add
 
 PROMPT = 4      # tokens
 SHAPES = ((3, 256, 2048, 64, 39), (6, 384, 512, 32, 128), (2, 256, 50257, 16, 64))
-DROPPED = 0.4   # of the rows: those of the lowest scores
+DROPPED = 0.4   # share of rows to drop, those with the lowest scores
 
 
 def random_loss(n_layer, C, V, N, T):
@@ -30,7 +30,7 @@ def random_loss(n_layer, C, V, N, T):
 
 
 def with_tape(model, N, loss):
-    """A step with influence on the sum of all rows -> scores (N,), the gradient of the kept."""
+    """A step with influence on the sum of all rows -> scores (N,), the gradient of kept rows."""
     with Tape(model, N) as tape:
         tape.rows(torch.arange(N))
         loss().backward()
@@ -52,7 +52,8 @@ def with_dattri(model, N, loss):
 
 
 def compare_tape(repeat):
-    """A line for each shape, in units of forward and backward alone, which take turns with it."""
+    """Print a line for each shape, in units of a plain forward and backward, which take turns with
+    the other ways."""
     ways = {"plain": lambda model, N, loss: loss().backward(), "tape": with_tape}
     if importlib.util.find_spec("dattri_llm"):
         ways["dattri-LLM"] = with_dattri
@@ -68,7 +69,7 @@ def compare_tape(repeat):
                 step(model, N, loss)
                 seconds[name].append(time.perf_counter() - start)
                 model.zero_grad(set_to_none=True)
-        medians = {name: statistics.median(found[1:]) for name, found in seconds.items()}
+        medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
         unit = medians.pop("plain")
         ratios = ", ".join(f"with {name} {x / unit:.2f} of it" for name, x in medians.items())
         print(f"{n_layer} x {C}, V {V}, {N} x {T} tokens: {unit:.3f} s, {ratios}", flush=True)

@@ -4,8 +4,8 @@ Chess as two tasks of text: positions of random games, prompts, right completion
     A: (the rules)  "A: FEN+move+history+"  ->  "FEN after+reward+terminated+truncated"
     P: (the play)   "P: FEN "               ->  "M: five moves E: their evaluations B: the best"
 
-Moves are in UCI (e2e4, e7e8q). The history of A: is at most 10 moves, oldest first; the move itself
-is the last of it. Evaluations are in pawns, as the side to move sees them. README.md has more.
+Moves are in UCI (e2e4, e7e8q). The history of A: has at most 10 moves, oldest first, and ends with
+the move itself. Evaluations are in pawns, for the side to move. README.md has more.
 """
 import random
 import re
@@ -19,8 +19,8 @@ with optional("chess"):
 
 PLIES = (2, 6)      # moves before a position, fewest and most: the opening, where FENs are short
 HISTORY = 10        # moves, at most
-CANDIDATES = 5      # moves, fewer where fewer are legal
-MATE = 10_000       # centipawns that a mate is worth
+CANDIDATES = 5      # moves; fewer if fewer are legal
+MATE = 10_000       # centipawns for a mate
 VALUES = {chess.PAWN: 1, chess.KNIGHT: 3, chess.BISHOP: 3, chess.ROOK: 5, chess.QUEEN: 9}
 MOVE = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?")
 NUMBER = re.compile(r"-?\d{1,6}(\.\d{1,6})?", re.ASCII)
@@ -32,27 +32,27 @@ BY_RANK = (1.0, 0.8, 0.6, 0.4, 0.2)     # of the engine's first five moves
 # positions
 
 
-def positions(n, seed, asked):
-    """n positions of random games -> [(chess.Board, its next move)]. A hash says which are asked
-    about: never one that a policy has learned from."""
+def positions(n, seed, for_prompts):
+    """n positions from random games -> [(chess.Board, its next move)]. A hash splits them: a
+    position is either for prompts or for texts to learn from, never both."""
     rng = random.Random(seed)
-    found = []
-    while len(found) < n:
+    sampled = []
+    while len(sampled) < n:
         board = chess.Board()
         while board.ply() <= PLIES[1] and not board.is_game_over():
             move = rng.choice(list(board.legal_moves))
-            is_asked = seed_for(board.epd()) % 5 == 0       # the FEN less its counters
-            if is_asked == asked and board.ply() >= PLIES[0]:
-                found.append((board.copy(), move))
+            is_for_prompts = seed_for(board.epd()) % 5 == 0     # the FEN without its counters
+            if is_for_prompts == for_prompts and board.ply() >= PLIES[0]:
+                sampled.append((board.copy(), move))
             board.push(move)
-    return found[:n]
+    return sampled[:n]
 
 
 def texts(n, seed, history=HISTORY):
-    """n lines to learn from, two of A: for one of P:, which is learned sooner."""
+    """n lines to learn from, two of A: for each one of P:, which is learned faster."""
     rng = random.Random(seed)
     lines = []
-    for i, (board, move) in enumerate(positions(n, seed, asked=False)):
+    for i, (board, move) in enumerate(positions(n, seed, for_prompts=False)):
         if i % 3 == 2:
             line = play_prompt(board) + play_answer(material_after(board), rng)
         else:
@@ -62,10 +62,10 @@ def texts(n, seed, history=HISTORY):
 
 
 def questions(n, seed, history=HISTORY):
-    """n rows with a prompt and what its completion is judged by, the two tasks in turn: answer, the
-    right completion of A:, or legal, the legal moves of P:. The other one is None."""
+    """n rows with a prompt, the two tasks in turn. A: has `answer`, the right completion; P: has
+    `legal`, the legal moves. The other column is None."""
     rows = []
-    for i, (board, move) in enumerate(positions(n, seed, asked=True)):
+    for i, (board, move) in enumerate(positions(n, seed, for_prompts=True)):
         row = dict(fen=board.fen(), answer=None, legal=None, evaluations=None)
         if i % 2:
             moves = [move.uci() for move in board.legal_moves]
@@ -87,7 +87,7 @@ def rules_prompt(board, move, history=HISTORY):
 
 def rules_answer(board, move):
     """The right completion of A:. The reward is the mover's: 1.0 for mate, 0.5 for a draw, 0.001
-    while the game continues. No game here is truncated."""
+    while the game continues. Games here are never truncated."""
     board = board.copy()
     board.push(move)
     outcome = board.outcome()
@@ -102,8 +102,8 @@ def play_prompt(board):
 
 
 def play_answer(evaluations, rng):
-    """The completion that names the best moves of {move: pawns}, in random order. Moves of equal
-    value are taken by chance."""
+    """The completion that names the best moves of {move: pawns}, in random order. Ties are broken
+    at random."""
     moves = list(evaluations)
     rng.shuffle(moves)
     best_first = top_moves({move: evaluations[move] for move in moves})
@@ -119,23 +119,23 @@ def top_moves(evaluations):
 
 
 def material_after(board):
-    """{legal move: the mover's material less the other's after it, in pawns}."""
-    found = {}
+    """{legal move: the mover's material minus the opponent's after it, in pawns}."""
+    material = {}
     for move in list(board.legal_moves):
         board.push(move)
-        found[move.uci()] = sum(
+        material[move.uci()] = sum(
             value * (len(board.pieces(kind, not board.turn)) - len(board.pieces(kind, board.turn)))
             for kind, value in VALUES.items())
         board.pop()
-    return found
+    return material
 
 
 def add_evaluations(rows, nodes=10_000):
-    """Give rows of P: their evaluations, {legal move: pawns} by Stockfish. One thread and a number
-    of nodes, not of seconds: the same engine says the same again."""
+    """Give rows of P: their evaluations, {legal move: pawns} by Stockfish. With one thread and a
+    limit in nodes, not seconds, the same engine repeats its evaluations."""
     path = shutil.which("stockfish") or shutil.which("/usr/games/stockfish")    # Debian's place
     if path is None:
-        raise BadInput("stockfish: no such program on PATH; apt-get install stockfish, or take "
+        raise BadInput("stockfish: not on PATH; apt-get install stockfish, or take "
                        "extras/chess/config/chess.py, which needs no engine")
     limit = chess.engine.Limit(nodes=nodes)
     with chess.engine.SimpleEngine.popen_uci(path) as engine:
@@ -151,12 +151,12 @@ def add_evaluations(rows, nodes=10_000):
 
 
 # --------------------------------------------------------------------------------------------------
-# rewards. No text makes one raise
+# rewards; they take any text without raising
 
 
 def by(column):
-    """Make a reward function of score(completion, truth), with the truth from this column. A row
-    without one is of the other task."""
+    """Make a reward function from score(completion, truth), with the truth from this column. Rows
+    of the other task do not have it: abstain."""
     def decorate(score):
         def reward(completions, **columns):
             truths = columns[column]
@@ -213,8 +213,8 @@ def edit_distance(a, b):
 
 
 def read_play(text):
-    """Moves, evaluations and best move of a completion. One that breaks off, or goes wrong behind
-    its moves, has these alone: moves, [], "". Evaluations are [] unless all are numbers."""
+    """Moves, evaluations and best move of a completion; only the moves, then [] and "", if the rest
+    is cut off or malformed. Evaluations are [] unless all are numbers."""
     opening = re.match(r"\s*M:(.*?)(E:|\Z)", text, re.DOTALL)
     moves = opening[1].split() if opening else []
     whole = PLAY.fullmatch(text.strip())
@@ -235,7 +235,7 @@ def p_format(text, legal):
 
 @by("legal")
 def p_legal(text, legal):
-    """P: share of the candidates that are different legal moves. A missing one is wrong."""
+    """P: share of the candidates that are distinct legal moves. A missing one is wrong."""
     moves, _, _ = read_play(text)
     wanted = min(CANDIDATES, len(legal))
     return len(set(moves) & set(legal)) / max(len(moves), wanted)

@@ -1,9 +1,9 @@
 """
-torch.compile of the policy, the reference and sampling (compile = True). Before a run uses it,
-run/precision.py compares it with plain float32. Where the compiler fails later, the run goes on
+torch.compile for the policy, the reference and sampling (compile = True). Before a run uses it,
+run/precision.py compares it with plain float32. If the compiler fails later, the run goes on
 without it.
 
-Of a GPT each block is compiled by itself: all have the same code, which takes seconds. The step of
+Each block of a GPT is compiled separately: all share their code, so this takes seconds. The step of
 sampling (graph.py) is compiled as a whole, and on a GPU captured like the plain one.
 """
 import copy
@@ -18,8 +18,8 @@ LIMIT = 64      # graphs of a function: padded or not, one row, one token, ...
 
 
 class OrPlain:
-    """What make() returns, a compiled function, which is made at the first call; and the plain one
-    from the first error on: off(error) is called."""
+    """A compiled function with a fallback: the first call makes it by make(), and from its first
+    error on the plain function is used. off(error) reports the error."""
 
     def __init__(self, make, plain, off):
         self.make = make
@@ -41,7 +41,7 @@ class OrPlain:
                 self.off(e)
         return self.plain(*args)
 
-    def __getattr__(self, name):        # of the model: lm_head, value_head
+    def __getattr__(self, name):        # the model's lm_head, value_head
         return getattr(self.plain, name)
 
 
@@ -50,12 +50,12 @@ def compiled(function, off):
 
 
 def compiled_model(model, off):
-    """A model that is compiled; of a GPT its blocks are, one by one."""
+    """Compile a model; of a GPT only the blocks, one by one."""
     if not isinstance(model, GPT):
         return compiled(model, off)
 
     def make():
-        # other blocks with the same weights: the model itself stays plain, for the tape
+        # compile a copy that shares the weights: the tape needs the plain model
         shared = {id(p): p for p in model.parameters()}
         twin = copy.deepcopy(model, shared)
         for block in twin.h:
@@ -70,17 +70,17 @@ def compile_nets(setup):
     generate = setup.generate
 
     def off(error):
-        """Compile no longer, in any of the three."""
+        """Go back to the plain functions, all three."""
         if setup.compiled:
             print(f"note: compile off: {shown(error, 160)}")
         setup.compiled = {}
         setup.generate = generate
 
-    # policy, reference and sampling share their functions, and with them the number of graphs. A
-    # setting, since torch.compile has no argument for it before 2.13
+    # policy, reference and sampling share their code, and with it the limit on graphs. Before
+    # torch 2.13 torch.compile does not take the limit as an argument
     torch._dynamo.config.recompile_limit = LIMIT
-    # a backward that cannot be compiled fails in the forward, where OrPlain sees it. An
-    # older torch lacks this setting: there it fails in the check's backward
+    # let a backward that cannot be compiled fail in the forward, where OrPlain catches it. An older
+    # torch lacks this setting: there run/precision.py's backward fails
     if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
         torch._functorch.config.force_non_lazy_backward_lowering = True
     nets = setup.policy, setup.reference

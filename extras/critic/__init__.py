@@ -1,13 +1,13 @@
 """
-The critic of PPO: what a completion is still worth, estimated at every token.
+PPO's critic: it estimates, before every token, the reward that is still to come.
 
-With `critic = True` a token is compared with what was expected before it: a value head on the
-policy's last hidden states predicts the rest of the reward, and generalised advantage estimation
-(Schulman et al. 2016) makes each token's advantage of it. The values have a loss of their own.
+With `critic = True` a value head on the policy's last hidden states makes this estimate, and
+generalised advantage estimation (Schulman et al. 2016) turns it into an advantage for each token.
+The values are trained by a separate loss.
 
 In the order of an iteration: values, advantages and returns, loss. Shapes: N rows of T tokens, n
 rows of a micro-batch, M sampled tokens of several rows, C channels. `sampled` (N, T) is True on the
-tokens that the policy drew: they are the steps of an episode. Forced tokens are skipped.
+tokens that the policy drew, which are the steps of an episode. An environment's tokens are skipped.
 """
 import math
 
@@ -19,7 +19,7 @@ from torch import nn
 
 
 class ValueHead(nn.Module):
-    """Hidden states (..., C) -> values (...), 0 at first, in float32 also under autocast."""
+    """Hidden states (..., C) -> values (...), 0 at first, in float32 even under autocast."""
 
     def __init__(self, C):
         super().__init__()
@@ -37,9 +37,9 @@ class ValueHead(nn.Module):
 
 
 def token_advantages(rollout, rewards, penalty, cfg):
-    """Advantages (N, T) and returns (N, T), the numbers that the values are to become.
+    """Advantages (N, T), and returns (N, T), which the values learn to predict.
 
-    rewards (N,): of completions, each given at the last sampled token. penalty (N, T): taken off
+    rewards (N,): one per completion, given at its last sampled token. penalty (N, T): subtracted
     token by token. A row whose reward is NaN teaches nothing: its advantages are 0, its returns
     NaN.
     """
@@ -57,12 +57,13 @@ def token_advantages(rollout, rewards, penalty, cfg):
 
 
 def gae(rewards, values, sampled, gamma=1.0, lam=0.95):
-    """Advantages (N, T) of the sampled tokens, elsewhere 0, of rewards and values (N, T):
+    """Advantages (N, T) of the sampled tokens, 0 elsewhere, from rewards and values (N, T):
 
         A_t = delta_t + gamma lam A_t'          delta_t = r_t + gamma V_t' - V_t
 
-    with t' the next sampled token of the row; after the last one A and V are 0. lam = 1: the sum of
-    rewards to come less V_t, without bias; lam = 0: delta_t, with the least variance.
+    with t' the next sampled token of the row; after the last one A and V are 0. With lam = 1, A_t
+    is the sum of future rewards minus V_t, without bias; with lam = 0 it is delta_t, with the least
+    variance.
     """
     advantages = torch.zeros_like(values)
     next_advantage = next_value = torch.zeros_like(values[:, 0])                    # (N,)
@@ -88,8 +89,8 @@ def whiten(x, mask):
 
 
 def value_errors(policy, rollout, returns, states, clip=None):
-    """value_loss (n, T) of a rollout's sampled tokens; elsewhere 0. returns (n, T). states: of
-    rollout.completion_states, which the log-probs are made of too."""
+    """value_loss (n, T) of a rollout's sampled tokens; 0 elsewhere. returns (n, T). states: from
+    rollout.completion_states, shared with the log-probs."""
     where = states.where
     values = policy.value_head(states.h)                                            # (M,)
     errors = value_loss(values, rollout.values[where], returns[where], clip)        # (M,)
@@ -99,8 +100,8 @@ def value_errors(policy, rollout, returns, states, clip=None):
 def value_loss(values, old_values, returns, clip=None):
     """Half the squared error (M,) of each value; 0 where the return is NaN.
 
-    With clip the larger of two errors counts: that of the value, and that of the value kept within
-    clip of the one recorded while sampling.
+    With clip, the larger of two errors counts: the value's own, and the error it has when clamped
+    to within clip of the value recorded while sampling.
     """
     unknown = returns.isnan()
     loss = (values - returns).masked_fill(unknown, 0).square()
@@ -112,8 +113,8 @@ def value_loss(values, old_values, returns, clip=None):
 
 
 def explained_variance(values, returns):
-    """1 - Var(returns - values) / Var(returns) of some tokens (M,): 1 is a perfect critic, 0 is as
-    good as a constant, below 0 is worse than that. NaN if all returns are equal."""
+    """1 - Var(returns - values) / Var(returns) over M tokens: 1 is a perfect critic, 0 is as good
+    as a constant, below 0 is worse than a constant. NaN if all returns are equal."""
     if len(returns) < 2 or returns.min() == returns.max():
         return math.nan
     return 1 - float((returns - values).var() / returns.var())

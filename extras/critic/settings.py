@@ -1,4 +1,4 @@
-"""The critic's settings, beside `critic` itself. They join those of run/settings.py."""
+"""The critic's settings, beside `critic` itself. They join run/settings.py."""
 from dataclasses import dataclass
 
 from common.kinds import Above0, Share

@@ -6,8 +6,8 @@ student writes, and a teacher says how likely each of its tokens should have bee
     advantage = of_teacher("out/toxicity")      # in a config file: a run, a .pt file, or a
                                                 # published model of the same tokens
 
-The advantage of a token is log p(teacher) - log p(student) as it was sampled: minus the reverse KL,
-token by token, of one sample. Its policy gradient is that of KL(student, teacher) at each token.
+The advantage of a sampled token is log p(teacher) - log p(student): minus a one-sample estimate of
+the reverse KL. With it, the policy gradient descends KL(student, teacher) at each token.
 """
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from run.policy import load_policy
 
 
 def load_teacher(name, setup, cfg):
-    """The teacher, frozen, on the student's device. BadInput where its tokens are others."""
+    """The teacher, frozen, on the student's device. BadInput if it has a different tokenizer."""
     teacher, tokenizer = load_policy(replace(cfg, policy=name, chat_template_kwargs=None))
     config = teacher.config
     student = setup.policy.config
@@ -25,7 +25,7 @@ def load_teacher(name, setup, cfg):
     cut = [[t.encode_ordinary(text) for text in texts] for t in (tokenizer, setup.tokenizer)]
     if config.vocab_size != student.vocab_size or cut[0] != cut[1]:
         raise BadInput(f"teacher {name!r}: cuts text into other tokens than the policy does "
-                       f"({config.vocab_size} and {student.vocab_size} tokens): take one of the "
+                       f"({config.vocab_size} and {student.vocab_size} tokens): take one with the "
                        "same tokenizer")
     if config.block_size < student.block_size:
         raise BadInput(f"teacher {name!r}: has block_size = {config.block_size}, fewer positions "
@@ -34,11 +34,11 @@ def load_teacher(name, setup, cfg):
 
 
 def note_teacher(setup, what, digest):
-    """Keep the teacher's hash in checkpoints, and say where this run had another one."""
+    """Keep the teacher's hash in checkpoints, and say if the run had a different teacher before."""
     before = setup.has_read.setdefault(what, digest)
     if before != digest:
-        print(f"resumed with other {what}: name the checkpoint that it was, RUN/ckpt_000004.pt, to "
-              "go on with that one", flush=True)
+        print(f"resumed with other {what}: to go on with the first teacher, name its checkpoint, "
+              "RUN/ckpt_000004.pt", flush=True)
         setup.has_read[what] = digest
         setup.changes.append([None, what, before, digest])
 
@@ -54,8 +54,8 @@ def of_teacher(name, coef=1.0):
             loaded.append(load_teacher(name, setup, cfg))
             hashes.append(hash_of(loaded[0]))
         note_teacher(setup, f"weights of the teacher {name!r}", hashes[0])
-        taught = replace(setup, reference=loaded[0])
-        teacher_logp = grpo.reference_logprobs(taught, batch.rollout, cfg)              # (N, T)
+        with_teacher = replace(setup, reference=loaded[0])
+        teacher_logp = grpo.reference_logprobs(with_teacher, batch.rollout, cfg)        # (N, T)
         return coef * (teacher_logp - batch.rollout.logp)
 
     return advantage

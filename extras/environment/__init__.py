@@ -4,9 +4,9 @@ Several turns: an environment answers completions while they are sampled.
     def environment(prompts, transcripts):      # in a config file
         return [" Warm." if text.endswith("?") else None for text in transcripts]
 
-Its answer is written behind the token that it answers, and the rollout's sampled_mask is False
-there. The policy reads these forced tokens like any others and samples on from its cache, so
-nothing is tokenised twice.
+The answer is written after the token that ended the turn, with the rollout's sampled_mask False.
+The policy reads these forced tokens like its own and samples on from its cache, so nothing is
+tokenised twice.
 Shapes: N rows of a rollout, n that still run, m that end a turn, T tokens at most.
 """
 import functools
@@ -20,22 +20,22 @@ from common.script import BadInput, shown
 from extras.environment.tools import STOP, answer_calls, check_prompts_name, check_tools
 
 
-def answering(tokenizer, cfg, asked):
-    """The `respond` of rollout.generate. asked: the prompt of each completion (N)."""
-    return functools.partial(respond, tokenizer, asked, *environment_of(cfg), cfg.max_turns)
+def answering(tokenizer, cfg, prompts):
+    """The `respond` of rollout.generate. prompts: the prompt of each completion (N)."""
+    return functools.partial(respond, tokenizer, prompts, *environment_of(cfg), cfg.max_turns)
 
 
 def environment_of(cfg):
-    """The function that answers, and the stop strings where it is asked. Tools are asked where a
-    call ends."""
+    """The function that answers, and the stop strings at which it is called. Tools are called at
+    the end of a call in the text."""
     if cfg.tools:
         return functools.partial(answer_calls, cfg.tools), (*cfg.stop_strings, STOP)
     return cfg.functions["environment"], cfg.stop_strings
 
 
 def try_environment(cfg, prompts):
-    """Try the environment before anything is trained: every prompt must have the columns that it
-    asks for, and an empty transcript and each stop string an answer."""
+    """Before training, try the environment: every prompt must have the columns that it takes, and
+    it must answer an empty transcript and each stop string."""
     if cfg.tools:
         check_tools(cfg.tools)
         check_prompts_name(cfg.tools, [prompt.text for prompt in prompts])
@@ -45,29 +45,28 @@ def try_environment(cfg, prompts):
     ask(function, prompts[:1] * len(transcripts), transcripts)
 
 
-def respond(tokenizer, asked, function, stop_strings, max_turns, first, r, rows, t, column):
-    """Let the environment answer those of the rows (n,) of r that end a turn with token t.
+def respond(tokenizer, prompts, function, stop_strings, max_turns, first, r, rows, t, column):
+    """Let the environment answer the rows (n,) of r that end a turn with token t.
 
-    Row i of r completes asked[first + i]. column: that of token t in r.tokens.
+    Row i of r completes prompts[first + i]. column: the column of token t in r.tokens.
     """
     turns = ended_turns(tokenizer, stop_strings, r, rows, t, column)
     if not turns:
         return
     transcripts = texts_of(tokenizer, replace(r, allowed=None)[turns])
-    prompts = [asked[first + row] for row in turns]
-    answers = ask(function, prompts, transcripts)
-    # the mask changes where an answer begins, and behind it
+    answers = ask(function, [prompts[first + row] for row in turns], transcripts)
+    # count earlier answers: the mask changes at the beginning and at the end of each
     num_answers = r.sampled_mask[turns, :t + 1].diff().sum(1) // 2                  # (m,)
     room = r.sampled_mask.shape[1] - t - 1
     for row, n, answer in zip(turns, num_answers.tolist(), answers):
         if answer is None:          # the episode is over
             goes_on = False
-        elif answer == "":          # it says nothing: the policy goes on, unless it has ended
+        elif answer == "":          # silence: the policy goes on, unless the row has ended
             goes_on = not r.ended[row]
         else:                       # is a turn left for this answer?
             goes_on = n < max_turns
 
-        # its tokens are forced, as far as there is room
+        # write its tokens, as far as there is room
         ids = tokenizer.encode_ordinary(answer)[:room] if goes_on else []
         r.ended[row] = not goes_on
         r.tokens[row, column + 1:column + 1 + len(ids)] = torch.tensor(ids)
@@ -75,10 +74,10 @@ def respond(tokenizer, asked, function, stop_strings, max_turns, first, r, rows,
 
 
 def ended_turns(tokenizer, stop_strings, r, rows, t, column):
-    """List those of the rows (n,) whose token t is the policy's end token, or completes a stop
-    string in the policy's own words."""
+    """List the rows (n,) whose token t is the policy's end token, or completes a stop string in the
+    policy's own words."""
     longest = max((len(stop.encode()) for stop in stop_strings), default=1)
-    first = max(0, t + 1 - longest)     # a token has a byte at least
+    first = max(0, t + 1 - longest)     # a token has at least one byte
     drawn = r.completion_mask[rows, t] & r.sampled_mask[rows, t]
     rows = rows[drawn]                                              # waits for a GPU
     ids = r.tokens[rows, column - t + first:column + 1]

@@ -4,7 +4,7 @@ Tools that a policy calls in its text, NAME(ARGUMENT):
     What is 347*86? calc(347*86) = 29842. It is 29842.
 
 A config file only needs the table `tools = {"calc": calc}`. A tool takes the argument's text and
-returns what is put behind the call.
+returns the answer to write after the call.
 """
 import ast
 import inspect
@@ -16,21 +16,21 @@ from common.script import BadInput, shown
 STOP = ")"              # where a call ends, and sampling waits for the answer
 ANSWER = " = "
 ERROR = " error: "
-# a word and its bracket, or a bracket alone. \b: a long word is read once, not from every letter
+# a word and its bracket, or a bracket alone. \b keeps a long word from being tried at every letter
 PARTS = re.compile(r"\b([^\W\d]\w*)\(|[()]")
-# behind a call that was answered. A token may hold more than the bracket: calc(12*7). = 84
+# what follows an answered call. A token may hold more than the bracket: calc(12*7). = 84
 ANSWERED = re.compile(rf"\W*?({ANSWER}|{ERROR})")
 
 
 class Call(NamedTuple):
     name: str
-    start: int          # where the argument begins, which may hold brackets in pairs
-    end: int            # where the text behind the call begins
+    start: int          # where the argument begins; it may hold brackets in pairs
+    end: int            # where the text after the call begins
 
 
 def find_calls(text):
     """Every NAME(ARGUMENT) of a text, in the order in which they end."""
-    found = []
+    calls = []
     opened = []         # (name, start of the argument) of the brackets that are open
     for part in PARTS.finditer(text):
         if part[0] != ")":
@@ -38,13 +38,13 @@ def find_calls(text):
         elif opened:
             name, start = opened.pop()
             if name:
-                found.append(Call(name, start, part.end()))
-    return found
+                calls.append(Call(name, start, part.end()))
+    return calls
 
 
 def reply(transcript, tools):
-    """What the environment adds to a completion that reached STOP or its end: the answer to the
-    last call; "" if that is answered, if words follow it, or if there is none."""
+    """The environment's answer to the last call of a completion that reached STOP or its end; "" if
+    that call is answered already, if words follow it, or if there are no calls."""
     calls = find_calls(transcript)
     if not calls or re.search(r"[\w=]", transcript[calls[-1].end:]):
         return ""
@@ -69,7 +69,7 @@ def answer_calls(tools, prompts, transcripts):
 
 
 def call_metrics(completions):
-    """How tools are used -> {name: number}, as TRL counts.
+    """The use of tools, counted as in TRL -> {name: number}.
 
     Metrics:
         tools/call_frequency: answered calls per completion
@@ -85,7 +85,7 @@ def call_metrics(completions):
 
 
 def check_tools(tools):
-    """BadInput for a table with a call that could not be answered."""
+    """BadInput for a tool that could not be called from a text."""
     for name, tool in tools.items():
         try:
             if not PARTS.fullmatch(f"{name}("):
@@ -108,7 +108,7 @@ def check_prompts_name(tools, prompts):
 
 
 # ------------------------------------------------------------------------------------------------
-# a tool: arithmetic. Nothing else is run
+# a tool: arithmetic, and nothing else
 
 ARITHMETIC = (ast.Expression, ast.Constant, ast.BinOp, ast.UnaryOp, ast.Add, ast.Sub, ast.Mult,
               ast.Div, ast.USub)

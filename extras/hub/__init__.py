@@ -1,4 +1,4 @@
-"""Published models in and out. Nothing outside of this folder needs these packages."""
+"""Read and write published models. Only this folder needs these packages."""
 from common.script import optional
 
 with optional("-r extras/hub/requirements.txt"):

@@ -15,17 +15,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from extras.hub.files import one_line
 from common.script import BadInput, shown
 
-CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "       # stands where an answer that has begun goes on
+CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "       # marks where an unfinished answer goes on
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")       # one field by three names
 
 
 def write_chat(template, names, messages, where):
     """Write a list of messages as the chat template does, up to where the policy's answer begins ->
-    (the last thing that the user says, the whole text). A last message of the assistant is the
-    beginning of the answer, which goes on behind it.
+    (the user's last message, the whole text). If the last message is the assistant's, it is the
+    beginning of the policy's answer.
 
-    names: {"eos_token": text, ...}, and whatever else a template may ask for. where: names the
-    prompt in a BadInput.
+    names: {"eos_token": text, ...}, and other variables of the template. where: names the prompt in
+    a BadInput.
     """
     if not messages:
         raise BadInput(f"{where}: the list of messages is empty")
@@ -36,18 +36,18 @@ def write_chat(template, names, messages, where):
     goes_on = read[-1]["role"] == "assistant"
     if goes_on:
         read[-1]["content"] += CONTINUED
-    known = {"tools": None, "documents": None} | names      # None unless somebody sets them
+    variables = {"tools": None, "documents": None} | names      # None unless somebody sets them
     # a template may divide by zero, or raise whatever it likes
     with one_line(f"{where}: the chat template refuses the messages", "change them"):
         text = compile_template(template).render(
-            messages=read, add_generation_prompt=not goes_on, **known)
+            messages=read, add_generation_prompt=not goes_on, **variables)
     if goes_on:
         text = text_until_mark(text, where)
     return said, text
 
 
 def text_until_mark(text, where):
-    """Cut a rendered chat where its last message goes on. A template may have stripped it."""
+    """Cut a rendered chat at the mark. The template may have stripped the mark's blank."""
     mark = CONTINUED.rstrip()
     if mark not in text:
         raise BadInput(f"{where}: the last message is the assistant's, which the policy would "
@@ -57,7 +57,7 @@ def text_until_mark(text, where):
 
 
 def read_message(message, where):
-    """A message as a template may read it, without fields that are None."""
+    """Check a message -> the message as a template reads it, without fields that are None."""
     match message:
         case {"role": str(), "content": str()}:
             read = {name: x for name, x in message.items() if x is not None}
@@ -71,8 +71,8 @@ def read_message(message, where):
 
 
 class Generation(Extension):
-    """{% generation %} ... {% endgeneration %}, which marks an answer for a training on answers
-    alone: its content is written."""
+    """{% generation %} ... {% endgeneration %} marks answers for training; here it writes its
+    content."""
     tags = {"generation"}
 
     def parse(self, parser):
@@ -86,7 +86,7 @@ class Generation(Extension):
 
 @functools.cache
 def compile_template(text):
-    """Compile a chat template in the environment that transformers gives one."""
+    """Compile a chat template in the same environment as transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = tojson

@@ -26,7 +26,7 @@ from model import GPT, GPTConfig
 def export(model, folder, source):
     """Write a policy as a published folder, which appears whole or not at all.
 
-    source: of its tokenizer: a tiktoken.Encoding, or the published folder or GGUF file.
+    source: where its tokenizer comes from: a tiktoken.Encoding, a published folder or a GGUF file.
     """
     family, config = config_to_json(model.config)
     if os.path.exists(folder):
@@ -40,8 +40,8 @@ def export(model, folder, source):
 
 
 def merged_tensors(model, family):
-    """Merge adapters -> {published name: tensor}. A tied head and the critic's are left out. Biases
-    that the family has and the model has not, such as nanoGPT's, are 0."""
+    """Merge adapters -> {published name: tensor}, without a tied head and a critic. Biases that the
+    family has and the model lacks, such as nanoGPT's, become 0."""
     weights = merged_weights(model)
     c = spelled_out(model.config)
     with torch.device("meta"):
@@ -60,7 +60,7 @@ def merged_tensors(model, family):
 def write_tokenizer(folder, source):
     """Write the tokenizer's files -> the ids of special tokens as config.json has them."""
     if not isinstance(source, str):     # GPT-2's
-        core = own_core(source.n_vocab)
+        core = gpt2_tokenizer(source.n_vocab)
         names = dict.fromkeys(("bos_token", "eos_token"), core.id_to_token(source.eot_token))
         return save_tokenizer(folder, Tokenizer(core, folder, [source.eot_token], names))
     if source.endswith(".gguf"):
@@ -68,8 +68,8 @@ def write_tokenizer(folder, source):
     return copy_tokenizer(folder, source)
 
 
-def own_core(vocab_size):
-    """A tokenizers.Tokenizer of data/tokenizer.py's."""
+def gpt2_tokenizer(vocab_size):
+    """The tokenizer of data/tokenizer.py, as a tokenizers.Tokenizer."""
     files = [file_of_package(name, *GPT2_PACKAGE) for name in ("encoder.json", "vocab.bpe")]
     return gpt2_core(*files, vocab_size)
 

@@ -1,8 +1,8 @@
 """How models are published: the names of their tensors, and config.json to GPTConfig and back.
 
-Each family has one table: GPT-2, GPT-Neo, Llama, Qwen2, Qwen3. Another family that model.py can
-compute is one more table in FAMILIES. A model that would compute something else is refused: here if
-a key of config.json says so, in extras/hub/policy.py if a tensor has no place.
+Each family has one table: GPT-2, GPT-Neo, Llama, Qwen2, Qwen3. To add a family that model.py can
+compute, add a table to FAMILIES. A model that needs something else is refused: here if a key of
+config.json says so, in extras/hub/policy.py if a tensor is left over.
 """
 from dataclasses import dataclass, replace
 
@@ -26,14 +26,14 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 class Family:
     model_type: str     # this and the next as in config.json
     architecture: str
-    prefix: str         # before all names there but the head's; some files leave it out
-    names: dict         # part of a name here -> what it is there; replaced one after the other
-    stacked: dict       # part of a name here -> those of the tensors there that it holds, in order
+    prefix: str         # before all published names but the head's; some files omit it
+    names: dict         # part of a name here -> its published form; replaced one after the other
+    stacked: dict       # part of a name here -> the published tensors that it joins, in order
     keys: dict          # field of GPTConfig -> key of config.json
     only: dict          # key of config.json -> the values it may have, if it is there
-    fields: dict        # field of GPTConfig -> its value where config.json has none
-    written: dict       # key of config.json -> the value that an export has
-    transposed: tuple = ()      # endings of the matrices that are published as (in, out)
+    fields: dict        # field of GPTConfig -> its value if config.json does not have one
+    written: dict       # key of config.json -> its value in an export
+    transposed: tuple = ()      # endings of matrices that are published as (in, out)
 
 
 GPT2 = Family(
@@ -178,8 +178,8 @@ GGUF_FAMILIES = {kind: replace(FAMILIES[kind], **GGUF) for kind in ("llama", "qw
 
 
 def published(weights, kv_rows, family):
-    """Name weights as they are published, without the family's prefix: {name here: tensor} ->
-    {name there: view of the tensor}. kv_rows: rows of the keys, and of the values, of a layer."""
+    """Give weights their published names, without the family's prefix: {name here: tensor} ->
+    {published name: view of the tensor}. kv_rows: rows of a layer's keys, and of its values."""
     views = {}
     for name, x in weights.items():
         for here, there in family.names.items():
@@ -204,15 +204,15 @@ def family_of(kind, families, path):
 
 
 def config_from_json(content, path):
-    """The content of a config.json -> (Family, GPTConfig). BadInput for what model.py does not
-    compute."""
+    """The content of a config.json -> (Family, GPTConfig). BadInput for a model that model.py
+    cannot compute."""
     family = family_of(content.get("model_type"), FAMILIES, path)
     check_only({"architectures": ([family.architecture],)}, content, path)
     return family, config_of(family, content, path)
 
 
 def config_of(family, content, path):
-    # transformers 5 writes rope_parameters, transformers 4 rope_scaling: what is twice must agree
+    # transformers 5 writes rope_parameters, transformers 4 rope_scaling. Both, if there, must agree
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     twice = {key: (value,) for key, value in rope.items()}
     check_only(twice | {"rope_scaling": ({}, rope)}, content, path)
@@ -240,7 +240,7 @@ def config_of(family, content, path):
 
 
 def check_only(table, content, path):
-    """Raise BadInput for a key whose value means another computation."""
+    """Raise BadInput for a key whose value would need a different computation."""
     for key, values in table.items():
         value = content.get(key)
         if value is not None and value not in values:
@@ -261,8 +261,8 @@ def local_layers(content, path):
 
 
 def config_to_json(config):
-    """GPTConfig -> (Family, the content of a config.json). BadInput when no published architecture
-    has these settings together."""
+    """GPTConfig -> (Family, the content of a config.json). BadInput if no published architecture
+    has this combination of settings."""
     c = with_biases(spelled_out(config))
     family = GPT_NEO if c.attn_scale else GPT2
     if c.rope_base:
@@ -290,8 +290,8 @@ def config_to_json(config):
 
 
 def with_biases(c):
-    """The GPTConfig that computes the same with biases of 0, where its family always has them: a
-    GPT-2 or GPT-Neo without, such as nanoGPT's."""
+    """The GPTConfig with biases, for a GPT-2 or GPT-Neo without, such as nanoGPT's: published ones
+    always have biases, and with biases of 0 they compute the same."""
     if c.bias or c.rope_base or c.rms or c.swiglu:
         return c
     return replace(c, bias=True, qkv_bias=c.qkv_bias or not c.attn_scale)

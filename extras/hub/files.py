@@ -1,5 +1,5 @@
-"""Published files: downloaded, read, written. Tables of numbers only: a pickle can run code and is
-never opened. Whatever is wrong with a file is one line that names it.
+"""Download, read and write published files. Tables of numbers only: a pickle can run code and is
+never opened. Every error is one line that names the file.
 
 The package huggingface_hub downloads into the cache that transformers uses too. It takes HF_HOME,
 HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE from the environment.
@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 MODEL_FILES = ("config.json", "model.safetensors", "model-*.safetensors", INDEX,
                "adapter_config.json", *TOKENIZER_FILES)
 
-# endings of tensors that change nothing
+# endings of tensors that may be ignored
 NO_WEIGHTS = (".attn.bias", ".masked_bias", ".attention.bias", ".rotary_emb.inv_freq",
               ".position_ids", "pooler.dense.weight", "pooler.dense.bias")
 
@@ -39,7 +39,7 @@ def one_line(what, advice="download it again"):
     except BadInput:
         raise
     except BaseException as e:  # the packages raise their own errors, and a dozen of Python's
-        # a panic of a package in Rust is no Exception
+        # a panic in Rust is not an Exception
         if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
             raise
         raise BadInput(f"{what}: {type(e).__name__}: {e}; {advice}") from e
@@ -48,13 +48,13 @@ def one_line(what, advice="download it again"):
 def fetch(name):
     """The folder of a published model, downloaded unless it is in the cache.
 
-    name: a local folder, or OWNER/NAME (or gpt2), with @REVISION for another branch, tag, commit or
-    refs/pr/1 than main.
+    name: a local folder, or OWNER/NAME (or gpt2); @REVISION names a branch, tag, commit or
+    refs/pr/1 instead of main.
     """
     folder = name if os.path.isdir(name) else download(name)
     config = read_json(f"{folder}/config.json", missing={})
     if isinstance(config, dict) and "settings" in config:
-        raise BadInput(f"{name}: is the folder of a run, and no published model: python -m "
+        raise BadInput(f"{name}: is the folder of a run, not a published model: python -m "
                        "extras.hub.export makes one of it")
     is_adapter = os.path.exists(f"{folder}/adapter_config.json")
     if is_adapter and not glob.glob(f"{glob.escape(folder)}/model*.safetensors"):
@@ -74,31 +74,31 @@ def download(name):
             repo, revision=revision or None, allow_patterns=MODEL_FILES)
 
 
-def named_by_index(folder, found):
-    """{tensor: its file} as the index has it. Files that it does not name are not read: they
-    lie there now and then, of another precision or from an older upload."""
+def named_by_index(folder, files):
+    """{tensor: its file}, from the index. Skip files that it does not name, such as a copy in a
+    different precision or from an older upload."""
     place = read_json(f"{folder}/{INDEX}")["weight_map"]
     for name in place.values():
         if os.path.basename(name) != name:
             raise BadInput(f"{folder}: {INDEX} names {shown(name)}, which is in another folder")
-    for name in found:
+    for name in files:
         if name not in place.values():
             print(f"note: {folder}: {name} is not read: {INDEX} does not name it")
     return place
 
 
-def named_by_number(folder, found):
-    """The names of all shards -00001-of-00003, ..., where there is no index."""
-    counts = {name[-len("00003.safetensors"):] for name in found}
+def named_by_number(folder, files):
+    """The names of all shards -00001-of-00003, ..., if there is no index."""
+    counts = {name[-len("00003.safetensors"):] for name in files}
     if len(counts) > 1:
-        raise BadInput(f"{folder}: {found[0]} and {found[-1]} are not of one model, and {INDEX}, "
+        raise BadInput(f"{folder}: {files[0]} and {files[-1]} are not of one model, and {INDEX}, "
                        "which says what is, is missing: download it, or remove the others")
-    numbered = re.fullmatch(r"model-\d{5}-of-(\d{5})\.safetensors", found[0])
+    numbered = re.fullmatch(r"model-\d{5}-of-(\d{5})\.safetensors", files[0])
     if not numbered:
-        raise BadInput(f"{folder}: {found[0]} has no number, and {INDEX}, which says what it is, "
+        raise BadInput(f"{folder}: {files[0]} has no number, and {INDEX}, which says what it is, "
                        "is missing: call it model.safetensors if it is the model")
     names = [f"model-{i:05}-of-{numbered[1]}.safetensors" for i in range(1, int(numbered[1]) + 1)]
-    for name in found:
+    for name in files:
         if name not in names:
             raise BadInput(f"{folder}: {name} has no place among {len(names)} files, and {INDEX}, "
                            "which says what is, is missing: download it, or remove it")
@@ -106,16 +106,16 @@ def named_by_number(folder, found):
 
 
 def shards_of(folder):
-    """The files that hold a model's tensors -> {path: names of its tensors, None: all}."""
+    """The files of a model's tensors -> {path: names of its tensors, None: all}."""
     if os.path.exists(f"{folder}/model.safetensors"):
         return {f"{folder}/model.safetensors": None}
-    found = sorted(name for name in os.listdir(folder)
+    files = sorted(name for name in os.listdir(folder)
                    if name.startswith("model-") and name.endswith(".safetensors"))
     if os.path.exists(f"{folder}/{INDEX}"):
-        place = named_by_index(folder, found)
+        place = named_by_index(folder, files)
         shards = {name: [x for x in place if place[x] == name] for name in place.values()}
-    elif found:
-        shards = dict.fromkeys(named_by_number(folder, found))
+    elif files:
+        shards = dict.fromkeys(named_by_number(folder, files))
     else:
         raise BadInput(f"{folder}: no model.safetensors. (A pytorch_model.bin is a pickle, which "
                        "can run code, and is never opened; look for a revision with safetensors: "
@@ -128,8 +128,8 @@ def shards_of(folder):
 
 
 def load_tensors(folder, prefix=""):
-    """{name without prefix: tensor} of model.safetensors in a folder, or of its shards
-    model-00001-of-00002.safetensors, ..."""
+    """Read model.safetensors in a folder, or its shards model-00001-of-00002.safetensors, ... ->
+    {name without prefix: tensor}."""
     tensors = {}
     with one_line(f"{folder}: {INDEX}"):
         shards = shards_of(str(folder))
@@ -157,8 +157,8 @@ def fill(make, num_layers, tensors, kv_rows, family, path):
         if name not in tensors:
             tied = (" (it may be, where config.json says tie_word_embeddings = true)"
                     * (name == "lm_head.weight"))
-            raise BadInput(f"{path}: {name} is missing{tied}: the model is not whole, or is of "
-                           "another kind")
+            raise BadInput(f"{path}: {name} is missing{tied}: the model is not whole, or of a "
+                           "different kind")
         x = tensors.pop(name)
         if x.shape != p.shape or not x.is_floating_point():
             raise BadInput(f"{path}: {name} is {x.dtype} {tuple(x.shape)}, must be "
@@ -179,8 +179,9 @@ def save_tensors(path, tensors):
 
 
 class Reader(GGUFReader):
-    """It would read millions of numbers one by one, also those behind the file's end."""
-    left = 2 ** 21      # large vocabularies have half of them
+    """GGUFReader with a limit: a broken file would make it read millions of numbers one by one,
+    even past the file's end."""
+    left = 2 ** 21      # numbers; large vocabularies need half as many
 
     def _get(self, offset, *args, **kwargs):
         self.data = self.data.view(np.ndarray)      # a memmap is slow to cut
@@ -191,7 +192,7 @@ class Reader(GGUFReader):
 
 
 def read_gguf(path):
-    """(metadata, tensors as they are stored) of llama.cpp's files."""
+    """Read a file of llama.cpp -> (metadata, tensors as they are stored)."""
     with one_line(path):
         reader = Reader(path)
         return {key: field.contents() for key, field in reader.fields.items()}, reader.tensors

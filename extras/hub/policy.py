@@ -55,14 +55,14 @@ def load_folder(folder):
 
 
 def gpt_of(config, family, tensors, path):
-    """Make a GPT of shape `config` of published tensors."""
+    """Make a GPT of shape `config` from published tensors."""
     def make():
         return GPT(replace(config, tied=False))
 
     c = spelled_out(config)
     model = fill(make, c.n_layer, tensors, c.n_kv_head * c.head_dim, family, path)
-    # the tensors decide: some fine-tunes say that the head is tied, and it is another matrix;
-    # others repeat the embedding
+    # the tensors decide: some fine-tunes claim a tied head but have a separate matrix; others
+    # repeat the embedding
     model.config.tied = torch.equal(model.lm_head.weight, model.wte.weight)
     if model.config.tied:
         model.lm_head.weight = model.wte.weight
@@ -70,7 +70,7 @@ def gpt_of(config, family, tensors, path):
 
 
 def check_whole(metadata, stored, path):
-    """Raise BadInput for a GGUF file that holds no whole model, and say what it is."""
+    """Raise BadInput for a GGUF file without a whole model, and say what it holds."""
     parts = metadata.get("split.count", 1)
     if parts > 1:
         raise BadInput(f"{path}: is part {metadata['split.no'] + 1} of {parts}: join them by "
@@ -79,10 +79,10 @@ def check_whole(metadata, stored, path):
         raise BadInput(f"{path}: is an adapter (LoRA) without the model that it changes: merge it "
                        "into that one by llama-export-lora, and name the result")
     if not stored:
-        raise BadInput(f"{path}: holds a vocabulary alone, and no model")
+        raise BadInput(f"{path}: holds only a vocabulary")
     if not any(x.name == "token_embd.weight" for x in stored):
-        raise BadInput(f"{path}: has no token_embd.weight: it is no language model, or a part of "
-                       "one")
+        raise BadInput(f"{path}: has no token_embd.weight: it is not a language model, or only a "
+                       "part of one")
 
 
 def load_gguf(path):
@@ -101,10 +101,10 @@ def load_gguf(path):
     hs = spelled_out(config).head_dim
     check_only({"rope.dimension_count": (hs,)}, content, path)
     if divisors is not None:
-        # of Llama 3.1 and later, which have the last three numbers in common
+        # from Llama 3.1 or later, which share the last three numbers
         config.rope_scaling = (float(divisors.max()), 1.0, 4.0, 8192)
         check_divisors(divisors, config, hs, path)
-    if kind == "llama":     # the rotary embedding turns pairs of channels, which lie side by side
+    if kind == "llama":     # these files put the two channels of a rotation side by side
         for name, x in tensors.items():
             if name.endswith(("attn_q.weight", "attn_k.weight")):
                 pairs = x.unflatten(0, (-1, hs // 2, 2))            # (heads, pairs, 2, C)
@@ -113,7 +113,7 @@ def load_gguf(path):
 
 
 def check_divisors(divisors, config, hs, path):
-    """Raise BadInput unless the file's rotary frequencies are those of model.py."""
+    """Raise BadInput unless the file's rotary frequencies equal model.py's."""
     frequency = config.rope_base ** (-torch.arange(0, hs, 2) / hs)
     expected = frequency / scale_frequency(frequency, *config.rope_scaling)
     if not torch.allclose(divisors, expected, rtol=1e-4):

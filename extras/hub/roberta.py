@@ -20,11 +20,11 @@ from common.files import read_json
 from common.script import BadInput, shown
 from data.tokenizer import pieces
 
-TOXIC = ("hate", "toxic", "toxicity")  # labels that mean toxic where none is named
+TOXIC = ("hate", "toxic", "toxicity")  # labels that mean toxic, unless the user names one
 # key of config.json -> the values it may have, if it is there
 ONLY = dict(model_type=("roberta",), hidden_act=("gelu",), is_decoder=(False,),
             position_embedding_type=("absolute",), quantization_config=())
-# what config.json may leave out
+# defaults for keys that config.json may lack
 DEFAULTS = dict(bos_token_id=0, pad_token_id=1, eos_token_id=2, problem_type=None,
                 id2label={"0": "LABEL_0", "1": "LABEL_1"})
 # as in a Family of extras/hub/families.py; torch's layers have query, key and value in one matrix
@@ -85,13 +85,13 @@ class Roberta(nn.Module):
 
 
 def load_roberta(name, device="cpu"):
-    """Load a published judge -> (Roberta, a function that encodes texts: of each
-    a list of rows of ids).
+    """Load a published judge -> (Roberta, a function that turns each text into a list of rows of
+    ids).
 
-    name: a folder or a published name. OWNER/NAME:LABEL names the label that means toxic; without
-    it, the label is the one in TOXIC. The log-odds are its logit - logsumexp(the other logits), or
-    its logit if there are no others or the labels are independent (multi_label_classification).
-    A text that is longer than the model's positions becomes several rows.
+    name: a folder or a published name. OWNER/NAME:LABEL names the label that means toxic; otherwise
+    it is the label in TOXIC. The log-odds are its logit - logsumexp(the other logits), or its logit
+    if it is the only label or the labels are independent (multi_label_classification). A text that
+    is longer than the model's positions becomes several rows.
     """
     label = ""
     if ":" in name and not os.path.isdir(name):     # a folder: C:\models
@@ -130,8 +130,8 @@ def load_roberta(name, device="cpu"):
 
 
 def reading(name, labels, model):
-    """A note: of several labels, how the toxic one is read. Many files do not say which is right,
-    and it decides whether a text of two kinds is likely or unlikely toxic."""
+    """A note on how the toxic label is read, if there are several. Many files do not say which way
+    is right, and it matters for a text to which two labels apply."""
     toxic = labels[model.toxic]
     if model.others:
         return (f"note: judge {name}: {toxic!r} is read by softmax, as one of {len(labels)} labels "

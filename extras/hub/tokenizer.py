@@ -1,9 +1,9 @@
-"""A published model's own tokenizer, read by the package `tokenizers`. It has the methods of
+"""A published model's tokenizer, read by the package `tokenizers`, with the methods of
 tiktoken.Encoding that the project calls. Only byte-level BPE: GPT-2, GPT-Neo, RoBERTa, Llama 3,
 SmolLM2, Qwen2, Qwen3.
 
-No text becomes a special token, whatever it says. Only encode_marked reads special tokens, in a
-chat that a template has written.
+A text never becomes a special token, whatever it says. Only encode_marked reads special tokens, in
+a chat that a template has written.
 """
 import math
 import os
@@ -27,7 +27,7 @@ GGUF_PATTERNS = {
     "llama-bpe": LLAMA3_PATTERN,
     "qwen2": LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
 }
-# model_type -> the class of its tokenizer, where tokenizer_config.json names none
+# model_type -> the class of its tokenizer, if tokenizer_config.json does not name one
 CLASSES = {"gpt2": "GPT2Tokenizer", "gpt_neo": "GPT2Tokenizer", "roberta": "RobertaTokenizer",
            "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 BYTE_OF = byte_alphabet()
@@ -50,9 +50,9 @@ class Tokenizer:
         self.names = names
         self.chat_template = template
         self.template_arguments = {}    # further ones, such as enable_thinking
-        # ids that the model's own tokenizer puts before a text
-        some = core.encode("a")
-        self.before_text = some.ids[:some.special_tokens_mask.index(0)]
+        # ids that the model's tokenizer puts before a text
+        example = core.encode("a")
+        self.before_text = example.ids[:example.special_tokens_mask.index(0)]
         self.n_vocab = max(core.get_vocab().values()) + 1
 
     def check_fit(self, vocab_size):
@@ -70,13 +70,13 @@ class Tokenizer:
 
     @property
     def special_tokens_set(self):
-        """The special tokens, written out: the name that tiktoken gives them."""
+        """The special tokens, written out, under tiktoken's name for them."""
         return {token.content for token in self.core.get_added_tokens_decoder().values()
                 if token.special}
 
     def give_template(self, arguments):
-        """Give the chat template what it may ask for beside the messages: {name: value}. BadInput
-        for what it never asks for, and would ignore."""
+        """Set variables of the chat template: {name: value}. BadInput for a name that it does not
+        use, and would ignore."""
         for name in arguments:
             if name not in (self.chat_template or ""):
                 raise BadInput(f"chat_template_kwargs: the chat template of {self.source} does not "
@@ -87,11 +87,11 @@ class Tokenizer:
         """Encode a list of messages -> (its text for rewards and logs, its ids)."""
         names = self.names | self.template_arguments
         said, text = write_chat(self.chat_template, names, messages, where)
-        with one_line(f"{where}: what the chat template writes is no text", "change the template"):
+        with one_line(f"{where}: the chat template does not write text", "change the template"):
             return said, self.encode_marked(text)
 
     def encode_marked(self, text):
-        """Encode a text, in which the special tokens are written out."""
+        """Encode a text with special tokens written out."""
         self.core.encode_special_tokens = False
         return self.core.encode(text, add_special_tokens=False).ids
 
@@ -145,12 +145,12 @@ def from_folder(folder):
         set_prefix_space(core, bool(config.get("add_prefix_space")))
     if not in_one and config.get("add_bos_token"):
         put_before(core, names.get("bos_token"))
-    own = known(core.token_to_id(names.get("eos_token", "")))
-    own = [i for i in own if i < model.get("vocab_size", math.inf)]     # a name alone is no token
-    # no others end a completion if generation_config.json names some
+    eos = known(core.token_to_id(names.get("eos_token", "")))
+    eos = [i for i in eos if i < model.get("vocab_size", math.inf)]     # the model may lack it
+    # if generation_config.json names end tokens, they are the only ones
     ends = (known(read("generation_config.json").get("eos_token_id"))
-            or own + known(model.get("eos_token_id")))
-    ends = sorted(ends, key=lambda i: i not in own)     # the tokenizer's own first
+            or eos + known(model.get("eos_token_id")))
+    ends = sorted(ends, key=lambda i: i not in eos)     # the tokenizer's own first
     return Tokenizer(core, folder, ends, names, template)
 
 
@@ -167,8 +167,8 @@ def extra_tokens(config):
 
 def added_tokens(config, numbers, names, template):
     """The tokens that a folder adds to its vocabulary -> {id: (token, whether it is special)}.
-    numbers: {token: id} of added_tokens.json, which does not say what is special: what has a name,
-    and what the chat template writes."""
+    numbers: {token: id} from added_tokens.json, which does not say what is special: we take tokens
+    that have a name, or that the chat template writes."""
     named = {*names.values(), *extra_tokens(config)}
     added = {i: (token, token in named or token in template) for token, i in numbers.items()}
     for i, token in (config.get("added_tokens_decoder") or {}).items():
@@ -177,7 +177,7 @@ def added_tokens(config, numbers, names, template):
 
 
 def add_tokens(core, folder, added, config, names):
-    """core <- the tokens of added_tokens, and named ones that have no id yet, at the end."""
+    """core <- the tokens of added_tokens, then named tokens that do not have an id yet."""
     there = core.get_added_tokens_decoder()
     for i, (token, special) in added.items():
         if i not in there or there[i].content != token:
@@ -191,8 +191,8 @@ def add_tokens(core, folder, added, config, names):
 
 
 def without_training(core):
-    """core <- without what tokenizer.json keeps of a training: prompts that are cut or padded,
-    merges that are left out at random."""
+    """core <- without what its training has left in tokenizer.json: truncation, padding, and
+    dropout of merges."""
     core.no_truncation()
     core.no_padding()
     if getattr(core.model, "dropout", None):
@@ -200,7 +200,7 @@ def without_training(core):
 
 
 def set_prefix_space(core, value):
-    """core <- whether it puts a space before a text that begins with none."""
+    """core <- whether it puts a space before a text that does not begin with one."""
     cut = core.pre_tokenizer
     for part in cut if isinstance(cut, pre_tokenizers.Sequence) else [cut]:
         if isinstance(part, pre_tokenizers.ByteLevel):
@@ -208,7 +208,7 @@ def set_prefix_space(core, value):
 
 
 def put_before(core, token):
-    """core <- the special token that its own texts begin with."""
+    """core <- a special token to begin every text with."""
     if token is None:
         raise BadInput("add_bos_token = true: name bos_token in tokenizer_config.json")
     core.post_processor = processors.TemplateProcessing(
@@ -245,7 +245,7 @@ def gpt2_core(vocab, merges, vocab_size=None, added=None):
     added = added or {}
     core = bpe_core(added | vocabulary, merges, GPT2_PATTERN)
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)   # by the same pattern
-    # special are the tokens that no merge makes
+    # tokens that no merge makes are special
     made = {left + right for left, right in merges}
     core.add_special_tokens([token for token in vocabulary if token not in BYTE_OF
                              and token not in made and token not in added])
@@ -286,7 +286,8 @@ def from_gguf(path):
 
 
 def cut_by(pattern):
-    """What cuts a text into words by a pattern, and these into characters of BYTE_OF."""
+    """A pre-tokenizer that cuts a text into words by a pattern, and writes them in the characters
+    of BYTE_OF."""
     words = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([words, characters])

@@ -1,4 +1,4 @@
-"""A setting of LoRA, beside lora_rank. It joins those of run/settings.py."""
+"""A setting for LoRA, beside lora_rank. It joins run/settings.py."""
 from dataclasses import dataclass
 
 

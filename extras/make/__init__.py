@@ -1,1 +1,1 @@
-"""Make models: the small policy from scratch, and the two judges. What is bundled was made so."""
+"""Make models: the small policy from scratch, and the two judges, like the files in data/."""

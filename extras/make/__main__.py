@@ -1,8 +1,8 @@
-"""Make the policy and the judges that the settings call "train", and print their files' names.
+"""Make each policy or judge that is set to "train", and print the names of their files.
 
     python -m extras.make extras/make/config/toxicity.py
 
-makes those of the default job. grpo.py makes what is missing at first use, too.
+makes the models of the default job. grpo.py also makes a missing one at first use.
 """
 from common.script import BadInput, run_script     # before torch: see common
 

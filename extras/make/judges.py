@@ -9,7 +9,7 @@ from common.script import BadInput
 from data.comments import load_splits
 from data.tokenizer import load_tokenizer
 from data.weights import save_gpt
-from extras.make.supervised import fit, made_once
+from extras.make.supervised import cached, fit
 from judge.scorer import Scorer, encode, highest_logits, ids_of, pad_right
 from model import GPTConfig
 
@@ -21,12 +21,12 @@ HALVES = {"judge": "judge_a", "eval_judge": "judge_b"}  # the split that each on
 
 
 def print_base(name, scores, toxic):
-    """Print what an AUC leaves out: a judge that has seen few toxic comments orders texts, and
-    calls none of them toxic. scores (N,): logits; toxic (N,): bools."""
-    found, wrong = (float((scores[rows] >= 0).float().mean()) for rows in (toxic, ~toxic))
+    """Print rates at p = 0.5, which an AUC does not show: a judge that has seen few toxic comments
+    may order texts well and yet call none of them toxic. scores (N,): logits; toxic (N,): bools."""
+    right, wrong = (float((scores[rows] >= 0).float().mean()) for rows in (toxic, ~toxic))
     print(f"{name}: of these {float(toxic.float().mean()):.1%} are toxic; p is 0.5 or more for "
-          f"{found:.1%} of them and for {wrong:.1%} of the others")
-    if found - wrong < 0.1:
+          f"{right:.1%} of them and for {wrong:.1%} of the others")
+    if right - wrong < 0.1:
         print(f"note: {name} tells them apart by little at p = 0.5, so a toxic_share says nothing: "
               "give it more comments of both kinds, or more judge_tokens")
 
@@ -37,7 +37,7 @@ def train_judge(path, name, comments, held_out, cfg, device):
         raise BadInput(f"too few comments for {name}: {len(comments)} to train on and "
                        f"{len(held_out)} to test on; the test needs both labels")
     tokenizer = load_tokenizer(VOCAB_SIZE)
-    # of a long comment its beginning: nobody knows which piece of it the label is about
+    # cut a long comment to its beginning: the label may be about any piece of it
     rows = [[tokenizer.eot_token] + ids[:SHAPE["block_size"] - 1]
             for ids in ids_of(tokenizer, [text for text, _ in comments])]
     labels = torch.tensor([label for _, label in comments], device=device)
@@ -76,7 +76,7 @@ def train_judge(path, name, comments, held_out, cfg, device):
 def even_lengths(comments, seed):
     """Cut half of the clean comments to the length of some toxic comment. Toxic comments are short;
     otherwise the judge would learn that short means toxic, and the policy never to end."""
-    # a clean comment takes the length of some toxic one, and begins anywhere
+    # cut to the length of a random toxic comment, from a random start
     rng = random.Random(seed)
     toxic_lengths = [len(text.split()) for text, label in comments if label > 0.5]
     out = []
@@ -98,7 +98,7 @@ def length_batches(rows, size, seed):
     rng.shuffle(order)
     batches = []
 
-    # sorted within a pool, not over all: an order by length would teach lengths first
+    # sort within a pool, not all rows: batches in order of length would teach lengths first
     for start in range(0, len(order), 64 * size):
         pool = sorted(order[start:start + 64 * size], key=lambda i: len(rows[i]))
         batches += [pool[i:i + size] for i in range(0, len(pool), size)]
@@ -109,16 +109,16 @@ def length_batches(rows, size, seed):
 def auc(scores, toxic):
     """Area under the ROC curve: the probability that a toxic comment scores above a clean one.
     Equal scores count half. scores (N,), toxic (N,) bools."""
-    found = scores[toxic]
+    scores_of_toxic = scores[toxic]
     clean = scores[~toxic].sort().values    # all pairs at once would fill the memory
-    below = torch.searchsorted(clean, found)
-    not_above = torch.searchsorted(clean, found, right=True)
+    below = torch.searchsorted(clean, scores_of_toxic)
+    not_above = torch.searchsorted(clean, scores_of_toxic, right=True)
     return float((below + not_above).double().mean() / (2 * len(clean)))
 
 
 def made_judge(cfg, role, device, may_train=True):
-    """Path of the judge "train" of a role, "judge" or "eval_judge". It is trained at first use,
-    into cfg.cache_dir."""
+    """Path of the judge "train" for a role, "judge" or "eval_judge". Train it at first use, into
+    cfg.cache_dir."""
     splits = load_splits(cfg)
     held_out = splits["train_prompts"] + splits["eval_prompts"]
     half = HALVES[role]
@@ -127,5 +127,5 @@ def made_judge(cfg, role, device, may_train=True):
     def make(path):
         train_judge(path, half, comments, held_out, cfg, device)
 
-    made_of = (comments, SHAPE, VOCAB_SIZE, cfg.judge_tokens, SEED)
-    return made_once(cfg, half, made_of, make, may_train)
+    inputs = (comments, SHAPE, VOCAB_SIZE, cfg.judge_tokens, SEED)
+    return cached(cfg, half, inputs, make, may_train)

@@ -10,7 +10,7 @@ from common.script import BadInput, shown
 from data.comments import load_splits
 from data.tokenizer import load_tokenizer
 from data.weights import save_gpt
-from extras.make.supervised import fit, made_once
+from extras.make.supervised import cached, fit
 from model import GPT, GPTConfig, Policy
 
 # the settings that give a new policy its shape: the first fields of GPTConfig, in their order
@@ -38,7 +38,7 @@ def made_up_texts(cfg, n, seed):
 
 
 def token_stream(tokenizer, texts, limit=math.inf):
-    """Join texts in shuffled order, each followed by the end token -> about `limit` ids (M,)."""
+    """Join texts in random order, each followed by the end token -> about `limit` ids (M,)."""
     texts = list(texts)
     random.Random(SEED).shuffle(texts)
 
@@ -52,8 +52,8 @@ def token_stream(tokenizer, texts, limit=math.inf):
 
 
 def text_starts(stream, block_size, eot):
-    """Find where texts begin in a stream (M,), after an end token eot -> positions (S,). Leave out
-    those that are too near the end for a window."""
+    """Find where texts begin in a stream (M,), after an end token eot -> positions (S,), without
+    those too near the end for a window."""
     ends = (stream[:-block_size - 1] == eot).nonzero()[:, 0]
     return torch.cat([torch.tensor([0]), ends + 1])
 
@@ -71,7 +71,7 @@ def windows(stream, starts, num_anywhere, block_size, seed):
 def optimizers(model):
     """Muon (Jordan et al. 2024) for the matrices of the blocks, since it needs fewer tokens,
     and AdamW for all other weights."""
-    blocks = getattr(model, "h", torch.nn.Module())     # a policy of another class may have none
+    blocks = getattr(model, "h", torch.nn.Module())     # a different class may not have blocks
     matrices = [p for p in blocks.parameters() if p.ndim == 2]
     chosen = set(matrices)
     others = [p for p in model.parameters() if p not in chosen]
@@ -82,9 +82,9 @@ def optimizers(model):
 
 
 def pretrain(cfg, path, texts, held_out, device):
-    """Train a new policy on texts and save it at `path`. Of made-up texts there are as many as
-    cfg.pretrain_tokens needs, by the mean length of these."""
-    # the texts as one stream of tokens, made up as far as they are needed
+    """Train a new policy on texts and save it at `path`. If the config file makes the texts up,
+    take as many as cfg.pretrain_tokens needs, by the mean length of these."""
+    # the texts as one stream of tokens
     num_tokens = cfg.pretrain_tokens
     makes_up = "texts" in cfg.functions
     T = cfg.block_size
@@ -98,8 +98,8 @@ def pretrain(cfg, path, texts, held_out, device):
         raise BadInput(f"too few comments or texts: {len(stream)} tokens to train on and "
                        f"{len(held_out)} to test on, both must be above block_size = {T}")
 
-    # made-up texts are read from their start, like a prompt. Comments are long: half of their
-    # windows begin anywhere
+    # windows of made-up texts begin at the start of one, like a prompt. Comments are long: half of
+    # their windows begin anywhere
     num_anywhere = 0 if makes_up else BATCH_SIZE // 2
     starts = text_starts(stream, T, tokenizer.eot_token)
     held_out_starts = text_starts(held_out, T, tokenizer.eot_token)
@@ -116,7 +116,7 @@ def pretrain(cfg, path, texts, held_out, device):
             logits = model.lm_head(model(batch[:, :-1]))  # (B, T, V)
         return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
-    # train it, and measure it on texts that it has not seen
+    # train it, and measure it on unseen texts
     steps = max(1, num_tokens // (BATCH_SIZE * T))
     fit(model, optimizers(model), loss_at, steps, f"{path}.partial", "policy")
     with torch.no_grad():
@@ -126,9 +126,9 @@ def pretrain(cfg, path, texts, held_out, device):
 
 
 def made_policy(cfg, device, may_train=True):
-    """Path of the policy "train". It is pretrained at first use, into cfg.cache_dir."""
+    """Path of the policy "train". Pretrain it at first use, into cfg.cache_dir."""
     if "texts" in cfg.functions:
-        texts = made_up_texts(cfg, 1000, SEED)      # enough to tell them from others
+        texts = made_up_texts(cfg, 1000, SEED)      # enough to recognise a changed function
         held_out = made_up_texts(cfg, 1000, SEED + 1)
     else:
         splits = load_splits(cfg)
@@ -139,7 +139,7 @@ def made_policy(cfg, device, may_train=True):
         pretrain(cfg, path, texts, held_out, device)
 
     shape = [getattr(cfg, name) for name in SHAPE]
-    made_of = (texts, shape, cfg.pretrain_tokens, SEED, BATCH_SIZE)
+    inputs = (texts, shape, cfg.pretrain_tokens, SEED, BATCH_SIZE)
     kind = "policy" if Policy is GPT else f"policy-{Policy.__name__}"
     name = f"{kind}-{cfg.n_layer}x{cfg.n_embd}"
-    return made_once(cfg, name, made_of, make, may_train)
+    return cached(cfg, name, inputs, make, may_train)

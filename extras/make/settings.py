@@ -1,4 +1,4 @@
-"""The settings of what is made here. They join those of run/settings.py while this folder is."""
+"""Settings for making models. They join run/settings.py as long as this folder exists."""
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -7,8 +7,8 @@ from common.kinds import Free, Path, Positive, at_least
 
 @dataclass
 class MakeSettings:
-    # making models (extras/make): policy = "train", judge = "train" and eval_judge = "train" are
-    # made at first use, the policy of the config file's `texts` or of the comments
+    # making models (extras/make): a policy, judge or eval_judge "train" is made at first use, the
+    # policy from the config file's `texts` or from the comments
     cache_dir: Free[Path] = "out/prepared"      # where they are kept, for all runs
     # first tokens of GPT-2's BPE, the end token included: 256 bytes at least
     vocab_size: Annotated[int, at_least(257)] = 1024

@@ -1,4 +1,4 @@
-"""What making a policy and making a judge have in common: once, and the loop of training."""
+"""For making a policy and a judge alike: a cache of made models, and the loop of training."""
 import math
 import os
 import tempfile
@@ -12,16 +12,16 @@ from common.script import BadInput, key_of
 SAVE_SECONDS = 20
 
 
-def made_once(cfg, name, made_of, make, may_train):
-    """Path of the file in cfg.cache_dir that is made of these values; make(path) makes it at first
-    use. BadInput if it would have to now and may_train is False."""
-    path = os.path.join(cfg.cache_dir, f"{name}-{key_of(made_of)}.pt")
+def cached(cfg, name, inputs, make, may_train):
+    """Path of the file in cfg.cache_dir for these inputs. make(path) makes it at first use;
+    BadInput if it is missing and may_train is False."""
+    path = os.path.join(cfg.cache_dir, f"{name}-{key_of(inputs)}.pt")
 
-    # the name says what it is made of: a file of that name is it
+    # the name holds a hash of all inputs, so a file of that name is the right one
     with rank0_first():
         if not os.path.exists(path):
             if not may_train:
-                raise BadInput(f"{path}: is missing, and this run is made of it; make it again: "
+                raise BadInput(f"{path}: is missing, and this run needs it; make it again: "
                                f"python -m extras.make {cfg.out_dir}")
             check_writable(cfg.cache_dir)       # before minutes of training
             make(path)
@@ -52,7 +52,7 @@ def load_partial(partial, model, optimizers, label, steps):
     if not os.path.exists(partial):
         return 0
 
-    # weights, moments and step, each of this very training
+    # weights, moments and step
     content = load_file(partial, "partial")
     with undamaged(partial):
         load_weights(partial, model, content["model"])

@@ -4,7 +4,7 @@ One iteration of a run, taken apart: every phase with its numbers, what it chang
     python grpo.py config/toxicity.py --debug_step=True     # the first one
     python grpo.py out/toxicity --debug_step=True           # the one after the run's checkpoint
 
-The phases are those of an iteration, between two evaluations. Nothing is written.
+It shows the phases of an iteration, between two evaluations, and writes nothing to disk.
 """
 import itertools
 import math
@@ -25,8 +25,8 @@ from run.report import reward_of
 
 
 def start_of(argv, setup, cfg):
-    """The iteration to take apart: 0, or if argv names the folder of a run the one after its
-    checkpoint, which is loaded."""
+    """The iteration to take apart: 0, or if argv names the folder of a run, the one after its
+    checkpoint. Load that checkpoint."""
     folders = [arg for arg in argv if os.path.isdir(arg)]
     if not folders:
         return 0
@@ -34,7 +34,7 @@ def start_of(argv, setup, cfg):
 
 
 def debug_step(argv, setup, cfg):
-    """An iteration phase by phase: its batch, and an update. argv: as for start_of."""
+    """Take an iteration apart, phase by phase. argv: as for start_of."""
     it = start_of(argv, setup, cfg)
     grpo.set_learning_rate(setup.optimizer, it, cfg)
     batch = grpo.collect_iteration(setup, it, cfg)
@@ -50,12 +50,12 @@ def debug_step(argv, setup, cfg):
     before = measured(setup, cfg, it)
     print_measures(before)
 
-    # what was sampled, and what it is worth
+    # the rollouts, their rewards and advantages
     striking = {"best": int(batch.rewards.nan_to_num(-math.inf).argmax()),
                 "worst": int(batch.rewards.nan_to_num(math.inf).argmin())}
     print_batch(phase, striking, setup, cfg, batch)
 
-    # the update, and what it did
+    # the update, and its effect
     seed = seed_for(cfg.seed, "rows", it)
     old = [p.detach().clone() for p in setup.trained]
     norms = {}
@@ -85,7 +85,7 @@ def debug_step(argv, setup, cfg):
 
 
 def print_batch(phase, striking, setup, cfg, batch):
-    """The phases of the rollout. striking: {why: row} of the rows to show in full."""
+    """Print the phases of the rollout. striking: {why: row}, the rows to show in full."""
     phase(f"rollout: {cfg.num_prompts} prompts x {cfg.num_generations}; the log-probs of the best "
           "and of the worst completion, token by token")
     print("  sampler and trainer have the same weights, so the same log-probs; gradient: of the "
@@ -107,7 +107,7 @@ def print_batch(phase, striking, setup, cfg, batch):
 
 
 def print_setup(setup, cfg):
-    """What the step is made with."""
+    """Print the models and settings of the step."""
     trained = sum(p.numel() for p in setup.trained)
     everything = sum(p.numel() for p in setup.policy.parameters())
     print(f"  policy: {everything:,} weights, {trained:,} of them trained, {setup.dtype} on "
@@ -132,14 +132,14 @@ def measured(setup, cfg, done):
 
 
 def print_measures(measures, before=None):
-    """Each measure, and how far it is from before."""
+    """Print each measure, and its change from before."""
     for name, x in measures.items():
         change = f"  {x - before[name]:+.4f}" if before else ""
         print(f"  {name:28} {x:10.4f}{change}")
 
 
 def trainer_of(row, setup, batch, cfg):
-    """What the loss makes of a row -> log-probs (T,) of its tokens, gradient (T,) by these."""
+    """A row's log-probs (T,) in the loss, and the loss's gradient (T,) by them."""
     rows = torch.tensor([row], device=setup.device)
     step = Step(0, rows, len(batch.loss_mask), int(batch.loss_mask.sum()))
     loss = loss_of(setup, setup.policy, batch, rows, step, cfg)
@@ -148,7 +148,7 @@ def trainer_of(row, setup, batch, cfg):
 
 
 def print_completion(what, row, setup, batch):
-    """A row in words, with its numbers."""
+    """Print a row's text and numbers."""
     of_reference = ""
     if batch.ref_logp is not None:
         of_reference = f", of the reference {sum_of(batch.ref_logp, row, batch)}"
@@ -159,8 +159,8 @@ def print_completion(what, row, setup, batch):
 
 
 def print_tokens(row, setup, batch, columns):
-    """The tokens of a row, a line each: whether it carries loss, and its number in each column,
-    {name: (T,) or None}."""
+    """Print a line for each token of a row: whether it is under the loss, and its number in each
+    column, {name: (T,) or None}."""
     columns = {name: x for name, x in columns.items() if x is not None}
     rollout = batch.rollout[row]
     ids = rollout.tokens[-len(rollout.completion_mask):][rollout.completion_mask].tolist()
@@ -179,7 +179,7 @@ def sum_of(logp, row, batch):
 
 
 def print_scores(batch, cfg):
-    """Mean and spread of each reward function, its weight, and how often it abstains."""
+    """Print mean and std of each reward function, its weight, and how often it abstains."""
     for name, weight, scores in zip(cfg.reward_funcs, cfg.reward_weights, batch.scores.T):
         abstains = float(scores.isnan().float().mean())
         print(f"  {name}: mean {scores.nanmean():.4f}, std {std(scores):.4f}, weight {weight:g}, "
@@ -191,11 +191,11 @@ def digits(x):
 
 
 def print_advantages(batch, cfg):
-    """The rewards that are compared in each group, the divisor, and the advantages."""
+    """Print the rewards of each group, their divisor, and the advantages."""
     rewards = batch.rewards
     if cfg.kl_in_reward:
         rewards = rewards - cfg.beta * batch.kl.sum(1).cpu()
-        print("  the rewards here are less beta * KL, as they are compared")
+        print("  the rewards here are minus beta * KL, as the advantages use them")
     if own := cfg.door("advantage"):
         print(f"  the function {own.__name__} gives the advantages; the divisors here are not used")
     G = cfg.num_generations
@@ -209,8 +209,8 @@ def print_advantages(batch, cfg):
 
 
 def print_values(striking, batch):
-    """What the critic makes of some rows, token by token."""
-    print("  by token, of a critic: values as they were sampled, returns, advantages")
+    """Print the critic's numbers for some rows, token by token."""
+    print("  critic, by token: values recorded while sampling, returns, advantages")
     for what, row in striking.items():
         here = batch.rollout.sampled_mask[row]
         print(f"  {what}: row {row}")
@@ -224,8 +224,8 @@ def print_values(striking, batch):
 
 
 def watcher(setup, norms):
-    """A `watch` of grpo.update that puts the norms of the last step into norms: {name: norm after
-    clipping}, and "": of all before it."""
+    """A `watch` for grpo.update that records the last step in norms: {name: norm after clipping},
+    and under "" the norm of all gradients before clipping."""
     def watch(step, grad_norm):
         norms[""] = float(grad_norm)
         for name, p in setup.policy.named_parameters():
@@ -236,10 +236,10 @@ def watcher(setup, norms):
 
 
 def print_loss(m, cfg):
-    """The parts of the loss, the KL's share of loss and gradient, and how near to 1 the ratio was
-    on the first pass."""
+    """Print the parts of the loss, the KL's share of loss and gradient, and the ratio, which should
+    be near 1 on the first pass."""
     kl = m.get("kl_loss", 0.0)
-    policy = m["policy_loss"] - kl      # which is logged with the KL
+    policy = m["policy_loss"] - kl      # policy_loss is logged with the KL
     others = m["loss"] - m["policy_loss"]
     print(f"  policy gradient {policy:.6f} + beta * KL {kl:.6f} + entropy and critic {others:.6f} "
           f"= loss {m['loss']:.6f}")
@@ -257,7 +257,7 @@ def print_loss(m, cfg):
 
 
 def print_influence(m, setup, batch):
-    """How many rows help, and the one that helps most and the one that harms most."""
+    """Print how many rows help, and the rows that help and harm most."""
     print(f"  {100 * m['tracin/positive_ratio']:.0f} % of the rows are positive, "
           f"{100 * m['tracin/negative_ratio']:.0f} % negative, {100 * m['tracin/zero_ratio']:.0f} "
           f"% zero; {100 * m['tracin/selected_ratio']:.0f} % are kept")
@@ -271,7 +271,7 @@ def print_influence(m, setup, batch):
 
 
 def print_norms(norms, cfg):
-    """Of the last step that was taken, by weight."""
+    """Print the norms of the last step, weight by weight."""
     if not norms:
         print("  no step was taken")
         return
@@ -290,7 +290,7 @@ def print_norms(norms, cfg):
 
 @torch.no_grad()
 def print_moved(setup, cfg, batch, old, striking):
-    """What the update made of the weights, and of the log-probs of what was sampled."""
+    """Print the change of the weights, and of the sampled tokens' log-probs."""
     changed = sum(not torch.equal(p, q) for p, q in zip(setup.trained, old))
     distance = math.hypot(*(float((p - q).norm()) for p, q in zip(setup.trained, old)))
     length = math.hypot(*(float(q.norm()) for q in old))
@@ -311,7 +311,7 @@ def print_moved(setup, cfg, batch, old, striking):
             d = (batch.ref_logp - x)[mask]
             kls.append(float((d.expm1() - d).mean()))
         print(f"  KL to the reference on these tokens (k3): {kls[0]:.6f} -> {kls[1]:.6f}")
-        print("  the reference below is that of now: it must have the log-probs that it had above")
+        print("  below, the reference is computed again: its log-probs must equal those above")
     for what, row in striking.items():
         print(f"  {what} completion, row {row}, advantage {batch.row_advantages[row]:+.4f}: "
               f"log-prob {sum_of(batch.rollout.logp, row, batch)} -> {sum_of(logp, row, batch)}")
@@ -327,6 +327,6 @@ def flags_of(m, before, after, batch, setup, cfg):
     groups = batch.rewards.view(-1, cfg.num_generations)
     num_rows = len(setup.eval_prompts) * cfg.num_eval_generations
     noise = m["reward_std"] * math.sqrt(2 / num_rows)
-    found = [*problems(m, cfg, setup.dtype, groups=groups),
+    flags = [*problems(m, cfg, setup.dtype, groups=groups),
              *problems_of_evaluation(before, after, noise)]
-    return [text for _, text in found]
+    return [text for _, text in flags]

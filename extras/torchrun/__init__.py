@@ -1,8 +1,8 @@
 """
-Several processes, as torchrun starts them: what common/processes.py does for one process.
+The functions of common/processes.py for several processes, started by torchrun.
 
-All hold the same weights and the same batch. Each computes its share of the rows, and the results
-are combined for all.
+All hold the same weights and the same batch. Each computes its share of the rows, and all get the
+combined results.
 """
 import contextlib
 import importlib
@@ -12,13 +12,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-WAIT = timedelta(minutes=30)    # for a process whose share took longer, or that has hung
+WAIT = timedelta(minutes=30)    # for a slower process; after that it counts as hung
 PATIENCE = timedelta(hours=12)  # while rank 0 makes policy and judges
 
 
 def rank_and_size():
     """(rank of this process, number of processes). Rank 0 alone prints and writes."""
-    if not dist.is_initialized():       # before join, after leaving
+    if not dist.is_initialized():       # before join, or after leaving
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
 
@@ -33,7 +33,8 @@ def shard(n, group=1):
 
 def join():
     """Join the processes that torchrun started: gloo for tensors on the CPU, NCCL for a GPU's."""
-    # now: its functions keep for good the group that they find, and AdamW would import it later
+    # before init: this module keeps the group that it finds at import, and AdamW would import it
+    # later
     importlib.import_module("torch.distributed.nn.functional")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=WAIT)
@@ -50,15 +51,15 @@ def leaving():
         together = True
         raise
     finally:
-        # a thread of gloo that outlives Python may abort it; the end of NCCL waits for the others
+        # a gloo thread that outlives Python may abort it; ending NCCL waits for the others
         if together or not torch.cuda.is_available():
             dist.destroy_process_group()
 
 
 @contextlib.contextmanager
 def or_peer_is_gone():
-    """End this process when another one is gone or has hung, a second later, so that torchrun
-    blames that."""
+    """End this process if another one is gone or has hung, but a second later, so that torchrun
+    blames the other one."""
     try:
         yield
     except RuntimeError as e:
@@ -70,8 +71,8 @@ def or_peer_is_gone():
 
 
 def all_gather(rows, group=None):
-    """A list or a tensor (n, ...) from each process, n may differ -> on every process all of them,
-    joined in rank order. group: of processes, which has a timeout of its own; None: all."""
+    """Join a list or a tensor (n, ...) from each process, where n may differ, in rank order -> the
+    same on every process. group: a process group, with its timeout; None: all processes."""
     parts = [None] * dist.get_world_size()
     is_tensor = isinstance(rows, torch.Tensor)
     sent = rows.cpu().clone() if is_tensor else rows   # a clone: a view would bring all it views
@@ -88,7 +89,7 @@ def all_gather_rollout(rollout):
 
 
 def all_reduce(tensors):
-    """Each tensor <- its sum over the processes, in place. All of a dtype travel in one piece."""
+    """Each tensor <- its sum over the processes, in place. Tensors of a dtype travel together."""
     with or_peer_is_gone():
         for dtype in dict.fromkeys(x.dtype for x in tensors):
             same = [x for x in tensors if x.dtype == dtype]

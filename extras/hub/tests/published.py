@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import worlds
 from common.files import read_json, write_json
 from data.tokenizer import load_tokenizer
-from extras.hub.export import export, merged_tensors, own_core
+from extras.hub.export import export, merged_tensors, gpt2_tokenizer
 from extras.hub.families import config_from_json, published
 from extras.hub.files import save_tensors
 from extras.hub.policy import model_of
@@ -215,7 +215,7 @@ TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|i
 
 @functools.cache
 def json_of_core(size):
-    return own_core(size).to_str()
+    return gpt2_tokenizer(size).to_str()
 
 
 def gpt2_core(size):
