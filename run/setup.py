@@ -166,8 +166,8 @@ def made_up_reward(completions):
 
 
 def prepare_small(cfg, inputs):
-    """-> (Setup, settings) for a step that costs next to nothing: short completions, made-up rewards,
-    and no model that must be trained first."""
+    """-> (Setup, settings) for a step that costs next to nothing: short completions, made-up
+    rewards, and no model that must be trained first."""
     small = replace(
         cfg, judge=None, eval_judge=None, compile=False, max_turns=0,
         mask_truncated_completions=False,
