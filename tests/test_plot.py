@@ -212,6 +212,7 @@ def test_what_cannot_be_drawn_is_one_line(run, tmp_path):
 def test_without_matplotlib_one_line_says_what_to_install(script, run, monkeypatch, capsys):
     """README's first command does not install it."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)        # an import of it fails
+    monkeypatch.delitem(sys.modules, "classroom", raising=False)    # it may have been imported
     with pytest.raises(SystemExit) as stopped:
         command(script, run)
     said = capsys.readouterr().err.strip()

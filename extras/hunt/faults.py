@@ -170,7 +170,7 @@ FAULTS = [
     Fault(
         "beta holds nothing: the log says that the policy has hardly moved, the table says that it "
         "is far away.",
-        "step", "grpo.py",
+        "step", "run/setup.py",
         "    reference = reference_for(policy, inputs.base, cfg)\n",
         "    reference = policy\n",
         "Two names of one model. What the optimizer does to the policy it does to the reference, "

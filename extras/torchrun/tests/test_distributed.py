@@ -98,7 +98,8 @@ def run_all(runs, tokens):
         if plain:
             betas = (cfg.adam_beta1, cfg.adam_beta2)
             group = dict(params=setup.trained, betas=betas, eps=.1)
-            setup.optimizer = torch.optim.SGD([group], lr=cfg.learning_rate)
+            setup.optimizer = torch.optim.AdamW(
+                [group], lr=cfg.learning_rate, weight_decay=0.0)
         return setup
 
     def checked(folder, setup, *more):
