@@ -398,9 +398,9 @@ def test_half_an_iteration_is_not_saved(noise, whole, run_grpo, tmp_path, monkey
     """What fails after Ctrl-C and a step goes back to the last checkpoint."""
     where = tmp_path / "run"
     update = grpo.update
-    left = iter(range(2))
+    left = iter(range(3))     # iteration 2 is saved, 3 is not
 
-    def fails_behind_the_third_step(*args, **more):
+    def fails_behind_the_fourth_step(*args, **more):
         metrics = update(*args, **more)
         if next(left, None) is None:
             signal.raise_signal(signal.SIGINT)
@@ -408,7 +408,7 @@ def test_half_an_iteration_is_not_saved(noise, whole, run_grpo, tmp_path, monkey
         return metrics
 
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-        m.setattr(grpo, "update", fails_behind_the_third_step)
+        m.setattr(grpo, "update", fails_behind_the_fourth_step)
         run_grpo(where, noise, *SIX)
     assert checkpoint_of(where)["iteration"] == 2
     run_grpo(where, noise, *SIX)
