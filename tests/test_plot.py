@@ -13,6 +13,7 @@ import matplotlib  # noqa: E402
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 
 import plot  # noqa: E402
+from common.files import ROOT  # noqa: E402
 from worlds import assert_refused, command, printed, read_rows, refusal, write_rows  # noqa: E402
 
 METRICS = [metric for _, log, metric in plot.PANELS if log == "metrics"]
@@ -212,7 +213,9 @@ def test_what_cannot_be_drawn_is_one_line(run, tmp_path):
 def test_without_matplotlib_one_line_says_what_to_install(script, run, monkeypatch, capsys):
     """README's first command does not install it."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)        # an import of it fails
-    monkeypatch.delitem(sys.modules, "classroom", raising=False)    # it may have been imported
+    # as Python does for a script; what an earlier one has imported is imported anew
+    monkeypatch.syspath_prepend(os.path.dirname(f"{ROOT}/{script}"))
+    monkeypatch.delitem(sys.modules, "classroom", raising=False)
     with pytest.raises(SystemExit) as stopped:
         command(script, run)
     said = capsys.readouterr().err.strip()
