@@ -98,8 +98,10 @@ def run_all(runs, tokens):
         if plain:
             betas = (cfg.adam_beta1, cfg.adam_beta2)
             group = dict(params=setup.trained, betas=betas, eps=.1)
-            setup.optimizer = torch.optim.AdamW(
-                [group], lr=cfg.learning_rate, weight_decay=0.0)
+            # AdamW's scale is asked for by its moments alone; with this eps it hardly divides
+            by_scale = cfg.tracin_adam
+            optimizer = torch.optim.AdamW if by_scale else torch.optim.SGD
+            setup.optimizer = optimizer([group], lr=cfg.learning_rate, weight_decay=0.0)
         return setup
 
     def checked(folder, setup, *more):
