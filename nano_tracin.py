@@ -131,8 +131,8 @@ def grpo_loss(logp, old_logp, ref_logp, A, mask, num_tokens):
     Log-probs (n, T) of their tokens now, when they were drawn, and under the reference; advantages
     A (n, 1); mask (n, T), True on the tokens. num_tokens: of all N completions.
     """
-    # how much likelier is a token now than when it was drawn? exp(0) = 1, as there is one step for
-    # each rollout; but its gradient is that of logp
+    # how much likelier is a token now than when it was drawn? exp(0) = 1, as each batch of rollouts
+    # serves one step; but its gradient is that of logp
     ratio = (logp - old_logp).exp()                                 # (n, T)
 
     # make the tokens of better completions likelier and those of worse ones less likely. Nothing is
@@ -169,10 +169,9 @@ for it in range(max_iters):
     mask = rollout.sampled_mask                                     # (N, T) True to their end token
     num_tokens = int(mask.sum())
 
-    # score: the probability of "not toxic", in float64, since the differences in a group may be
-    # tiny. A completion without a word gets none: NaN
+    # score: the probability of "not toxic". A completion without a word gets none: NaN
     with autocast(device, dtype):
-        rewards = (-judge(texts)).sigmoid().double()                # (N,)
+        rewards = (-judge(texts)).sigmoid().double()                # (N,) means are in float64
     rewards[[says_nothing(text) for text in texts]] = torch.nan
     known = rewards[~rewards.isnan()]
 
@@ -207,7 +206,7 @@ for it in range(max_iters):
             slope, = torch.autograd.grad(policy_loss, logp, retain_graph=True)
             c[rows] = slope.sum(1) / mask[rows].sum(1)              # -A / num_tokens
             tape.backward_summed(beta * kl)
-            (logp * mask[rows]).sum().backward()
+            (logp * mask[rows]).sum().backward()        # what the tape records; p.grad is set below
             mean_kl += kl.item()
 
     # target: of these completions, those with a reward above the mean of the batch should get
