@@ -74,7 +74,7 @@ SHOWN = {
     "002: the time of each part": (r"\[Micro 0\] [1-4]\.|5\.", rf"time={NUMBER}s"),
     "002: rewards, their mean and spread": (r"\[Micro 0\] 3\.", rf"rewards={NUMBER}±{NUMBER}"),
     "002: the policy's loss": (r"\[Micro 0\] 4\.", rf"pg_loss={NUMBER}"),
-    "002: the KL beside it": (r"\[Micro 0\] 4\.", rf"kl={NUMBER}"),
+    "002: the KL beside it": (r"\[Micro 0\] 4\.", rf" kl={NUMBER}"),
     "002: the loss in all": (r"\[Micro 0\] 4\.", rf"total={NUMBER}"),
     "002: the loss of an iteration": ("iter 1/2", rf"loss {NUMBER}"),
     "002: the reward of an iteration": ("iter 1/2", rf"reward {NUMBER}"),

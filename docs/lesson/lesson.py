@@ -183,7 +183,8 @@ picture("5_step", "advantage", "change of log-prob")
 # Rollouts share words, and a step on one moves the others too.
 #
 # **Try 3** (easy): in `loss.clipped_objective` return minus what it returns. What will the policy
-# write after `python grpo.py config/lesson.py --out_dir=out/flipped`? Flip it back!
+# write after `python grpo.py config/lesson.py --out_dir=out/flipped`? (The run ends in "does not
+# work", since the reward was to rise.) Flip it back!
 #
 # ## 6. A second step on the same rollouts
 # ### How far have they moved?
@@ -205,10 +206,11 @@ picture("6_ratios", "log2 of the ratio (1: twice as likely as when it was sample
 # One step is enough to take many tokens out of the clip's range.
 #
 # ### What does a token ask for now?
-# Its **pull** is minus the derivative of the loss by its log-prob: above 0 it wants to be likelier.
-# `torch.autograd.grad` gives it. For a token that the clip holds the pull is exactly 0. To see
-# which these are we compute it twice, with the settings `cfg` and with `no_clip`, which are the
-# same but for an epsilon that no ratio reaches.
+# Its **pull** is minus the derivative of the loss by its log-prob, times the number of tokens that
+# the loss is divided by: above 0 it wants to be likelier. `torch.autograd.grad` gives it. For a
+# token that the clip holds the pull is exactly 0. To see which these are we compute it twice, with
+# the settings `cfg` and with `no_clip`, which are the same but for an epsilon that no ratio
+# reaches.
 
 # %%
 def pull_of(how):
@@ -376,7 +378,7 @@ print(f"exact KL before a step on the KL alone {before:.3f}, after it {exact_kl(
 
 # %% [markdown]
 # **Try 5** (hard): `take_steps(1, cfg)` in place of `take_steps(3, cfg)`, so that both policies are
-# closer. By what share of the KL is k2 off then, and why?
+# closer. Is k2 off by a larger or by a smaller share of the KL then, and why?
 #
 # ## 8. A learning curve
 # An iteration samples new rollouts and takes a step on them. That is all there is in `grpo.train`,
@@ -491,8 +493,9 @@ for rate in (cfg.learning_rate, cfg.learning_rate / 20):
           f"tokens, ratios from {ratio.min():.2f} to {ratio.max():.2f}")
 
 # %% [markdown]
-# **5.** By less. As series in $d$, k3 is $d^2/2 + d^3/6 + \dots$, and k2 is its first term. So what
-# k2 leaves out is of the order of $d^3$, and its share shrinks with $d$.
+# **5.** By less. As series in $d$, k3 is $d^2/2 + d^3/6 + \dots$, and k2 is its first term. The
+# closer the policies, the smaller $d$, and the more of k3 is its first term. After three steps many
+# $d$ are too large for that: the further terms count as much.
 
 # %%
 for count in (1, 3):
@@ -504,7 +507,7 @@ for count in (1, 3):
 
 # %% [markdown]
 # **6.** Less than half of the rise. beta is a price for each nat of distance. At this one only the
-# cheapest letters e are worth it, and the sentences stay sentences.
+# cheapest letters e are worth it, and the sentences mostly stay sentences.
 
 # %%
 curve, written = learn(replace(cfg, beta=1.0))

@@ -41,10 +41,10 @@ class VariantSettings:
             found |= vars(variant("loss_type", self.loss_type))
         if self.importance_sampling_level != "token":
             found["importance"] = variant(
-            "importance_sampling_level", self.importance_sampling_level)
+                "importance_sampling_level", self.importance_sampling_level)
         if self.multi_objective_aggregation != "sum_then_normalize":
             found["advantage"] = variant(
-            "multi_objective_aggregation", self.multi_objective_aggregation)
+                "multi_objective_aggregation", self.multi_objective_aggregation)
         if self.top_entropy_quantile < 1:
             found["policy_tokens"] = variant("top_entropy_quantile", "least_sure")
         if self.tracin_target_ema:
