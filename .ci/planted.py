@@ -328,8 +328,8 @@ MISTAKES = [
         ("truncated completions should carry loss",
          "return rollout.sampled_mask & rollout.ended[:, None]", "return rollout.sampled_mask")),
     *of("grpo.py", "test_metrics.py::test_the_kls_share_of_the_gradient",
-        ("the KL's gradient beside itself", 'batch, step, "policy")\n        share',
-         'batch, step, "kl")\n        share')),
+        ("the KL's gradient beside itself", "lambda loss, rows: loss.policy",
+         "lambda loss, rows: loss.kl")),
 
     # test_evaluation.py
     *of("run/settings.py",
