@@ -9,11 +9,9 @@ from common.script import BadInput, run_script     # before torch: see common
 from common.device import machine, pick_device, pick_dtype
 from extras.make.judges import HALVES, made_judge
 from extras.make.policy import made_policy
-from run.settings import load_settings, usage
 
 
-def main(argv):
-    cfg = load_settings(argv)
+def main(cfg):
     roles = [role for role in HALVES if getattr(cfg, role) == "train"]
     if cfg.policy != "train" and not roles:
         raise BadInput(f"policy = {cfg.policy!r}, judge = {cfg.judge!r}, eval_judge = "
@@ -27,4 +25,6 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_script(main, usage)
+    # here, not above: run/ makes models by this room, which needs none of it but for its command
+    from run.settings import load_settings, usage
+    run_script(lambda argv: main(load_settings(argv)), usage)
