@@ -109,7 +109,8 @@ def problems_of_own_advantages(m, cfg):
 def problems_of_rewards(m, cfg, first, groups):
     """Do rewards and advantages teach anything? groups: (B, G) the rewards."""
     if math.isnan(m["reward"]):
-        yield "reward", "no reward function scored any completion: all returned None"
+        yield "reward", (
+            "no reward function scored any completion: all returned None; check them")
         return
     if "advantage" in cfg.functions:        # rewards need not teach
         yield from problems_of_own_advantages(m, cfg)
@@ -288,12 +289,12 @@ def problems_of_sync(m, cfg):
         if m["ref_tensors_differing"]:
             yield "sync", (
                 f"{m['ref_tensors_differing']} tensors of the reference differ from the policy "
-                "right after it was copied: the sync has a bug, and the KL is to something else")
+                "right after it was copied: the sync has a bug, do not trust the KL")
     elif m["ref_distance_left"] > 1.01 - cfg.ref_model_mixup_alpha:
         yield "sync", (
             f"{m['ref_distance_left']:.2f} of the distance from the reference to the policy is "
             f"left after a sync that should leave {1 - cfg.ref_model_mixup_alpha:.2f}: it has a "
-            "bug, and the KL is to something else")
+            "bug, do not trust the KL")
 
 
 def problems(m, cfg, dtype, first=None, groups=None, norms=()):
@@ -369,7 +370,7 @@ def notes(m, cfg, first, earlier=(), warned=False):
     warnings."""
     solved = solved_rewards(m, first, cfg)
     if solved:
-        yield "solved", f"{solved}: solved or capped, so they teach nothing more"
+        yield "solved", f"{solved}: solved or capped, so they teach nothing more; try a harder task"
     signs = signs_of_collapse(m, first) if has_risen(m, first) else []
     if signs:
         yield "one answer", (
