@@ -443,8 +443,8 @@ def kinds_of_flags():
 
 # a question that leads to the cause, or a thing to do
 REMEDY = re.compile(
-    r"\?|\b(check|do not trust|drop|look|lower|multiply|raise|read|sample|set|stop|take|try|unset|use|"
-    r"watch)\b")
+    r"\?|\b(check|do not trust|drop|look|lower|multiply|raise|read|sample|set|stop|take|try|unset|"
+    r"use|watch)\b")
 
 
 @pytest.mark.parametrize("kind", kinds_of_flags())
