@@ -249,13 +249,14 @@ def read_last(model, ids, attention_mask, cache):
 
 def drop_finished(rows, cache, ended):
     """Drop rows (n,) that have ended, from the cache too -> the rows that still run."""
-    running = ~ended[rows]
-    n = int(running.sum())
+    running = (~ended[rows]).tolist()       # waits for a GPU; what follows does not
+    n = sum(running)
     if n == len(rows):
         return rows
     # freed places are filled from the end, so that few rows move
-    order = torch.arange(n, device=rows.device)
-    order[~running[:n]] = n + running[n:].nonzero()[:, 0]
+    late = (i for i in range(n, len(rows)) if running[i])
+    order = [i if running[i] else next(late) for i in range(n)]
+    order = torch.tensor(order, dtype=torch.long, device=rows.device)
     if cache is not None:
         cache.keep(order)
     return rows[order]
@@ -376,6 +377,13 @@ class States(NamedTuple):
     where: tuple        # two index tensors (M,): the places in (N, T)
 
 
+def places_of(mask, M):
+    """mask.nonzero(as_tuple=True) of a mask (n, T) with M places that are True. Since M is known,
+    it does not wait for a GPU."""
+    flat = mask.flatten().byte().argsort(descending=True, stable=True)[:M]
+    return flat // mask.shape[1], flat % mask.shape[1]
+
+
 def completion_states(model, rollout):
     """Run a model over a rollout -> States. A prompt's last token predicts the first sampled one.
     Skip columns that are padding in all rows, or that follow all sampled tokens."""
@@ -384,13 +392,13 @@ def completion_states(model, rollout):
     if len(sampled) == 0:
         raise ValueError("the rollout has no rows")
 
-    # from the first column with a token to the last sampled token of any row. One transfer for the
-    # three numbers, since each transfer waits for the GPU
+    # from the first column with a token to the last sampled token of any row. One transfer for all
+    # numbers, since each transfer waits for the GPU
     P = attention_mask.shape[1] - sampled.shape[1]
     first = attention_mask.any(0).long().argmax()
     T = sampled.any(0).cumsum(0).argmax() + 1
     shortest = attention_mask.sum(1).min()
-    first, T, shortest = torch.stack([first, T, shortest]).tolist()
+    first, T, shortest, M = torch.stack([first, T, shortest, sampled.sum()]).tolist()
 
     # the hidden state of a token predicts the next one, so the last token is not read
     tokens = rollout.tokens[:, first:P + T]
@@ -399,7 +407,7 @@ def completion_states(model, rollout):
     h = model(tokens[:, :-1].contiguous(), input_mask)[:, -T:]                      # (N, T, C)
 
     # only those before sampled tokens: the vocabulary head is expensive
-    where = sampled.nonzero(as_tuple=True)
+    where = places_of(sampled, M)
     allowed = None if rollout.allowed is None else rollout.allowed[where]
     return States(h[where], tokens[:, -T:][where], allowed, where)
 

@@ -51,10 +51,12 @@ class StepLog:
         self.booked = now
 
     def generated(self, rollout):
-        # prompts and completions, without padding
+        # prompts and completions, without padding. Both in one transfer, which waits for a GPU
         padding = (~rollout.completion_mask).sum()      # attention_mask is True there
-        self.num_tokens += int(rollout.attention_mask.sum() - padding)
-        self.num_sampled += int(rollout.sampled_mask.sum())
+        tokens = rollout.attention_mask.sum() - padding
+        tokens, sampled = torch.stack([tokens, rollout.sampled_mask.sum()]).tolist()
+        self.num_tokens += tokens
+        self.num_sampled += sampled
         num_rows = len(rollout.ended)
         shared = num_rows > self.micro_batch_size
         note = f" ({num_rows} rows for all micro-batches)" if shared else ""

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 from grpo import collect, learning_rate, optimizer_steps, sync_reference, update
-from loss import micro_batches
-from rollout import Rollout, completion_entropies, generate
+from loss import losses, micro_batches
+from rollout import Rollout, completion_entropies, drop_finished, generate
 from run.metrics import batch_metrics
 from worlds import (
     PROMPTS, assert_close, assert_near, forcing, forward, gradient, inputs_of, letters, number_gpt,
@@ -116,6 +117,46 @@ def test_dropped_groups_leave_the_divisor(loss_type):
     tokens = batch.loss_mask.sum(1)
     left = {"grpo": .5, "dapo": float(tokens[6:].sum() / tokens.sum())}[loss_type]
     assert_close(kept, dropped * left, "the step with equal rewards kept")
+
+
+class Waits(TorchDispatchMode):
+    """What would wait for a GPU, if the tensors were there: [name of an operation]."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.found = []
+        plain = torch.Tensor.tolist
+        monkeypatch.setattr(torch.Tensor, "tolist",
+                            lambda x: self.found.append("tolist") or plain(x))
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.overloadpacket.__name__
+        by_mask = name.startswith("index") and any(
+            x is not None and x.dtype == torch.bool
+            for x in (args[1] if isinstance(args[1], (list, tuple)) else ()))
+        if by_mask or name in ("_local_scalar_dense", "nonzero", "masked_select", "equal"):
+            self.found.append(name)
+        return op(*args, **(kwargs or {}))
+
+
+def test_a_micro_batch_waits_for_a_gpu_once(monkeypatch):
+    cfg = settings(beta=0.1, micro_batch_size=3)
+    setup, batch = world(cfg, reference=moved())
+    step = next(optimizer_steps(batch, cfg, 1))
+    with Waits(monkeypatch) as waits:
+        for loss, _ in losses(setup, setup.policy, batch, step, cfg):
+            loss.total.backward()
+    assert waits.found == 4 * ["tolist"], "once for each of four micro-batches, for its size"
+
+
+def test_a_check_for_ended_rows_waits_for_a_gpu_once(monkeypatch):
+    rows = torch.tensor([5, 4, 3, 2, 1, 0])
+    ended = torch.tensor([False, True, False, False, True, True])
+    with Waits(monkeypatch) as waits:
+        left = drop_finished(rows, None, ended)
+        found = [*waits.found]
+    assert found == ["tolist"]
+    assert left.tolist() == [2, 0, 3], "the last rows fill the places of those that have ended"
 
 
 # ------------------------------------------------------------------------------------------------
