@@ -186,21 +186,7 @@ def wrong_rewards(cfg):
         "none of them twice")
 
 
-def wrong_environment(cfg):
-    tools = cfg.functions.get("tools", {})
-    yield not isinstance(tools, dict), (
-        f"tools = {shown(tools)}: must be a dict of functions by name")
-    by_function = "environment" in cfg.functions
-    yield not all(type(text) is str for text in cfg.stop_strings) or (
-        cfg.stop_strings and not by_function and not tools), (
-        f"stop_strings = {cfg.stop_strings!r}: must be text, and needs a function environment, or "
-        "tools, in the config file")
-    yield tools and by_function, (
-        "tools and a function environment: both would answer; leave one out")
-
-
-RULES = (wrong_models, wrong_rows, wrong_loss, wrong_rewards, wrong_advantages, wrong_influence,
-         wrong_environment)
+RULES = (wrong_models, wrong_rows, wrong_loss, wrong_rewards, wrong_advantages, wrong_influence)
 
 
 def check(cfg):

@@ -112,9 +112,6 @@ class Settings(*settings_of_extras()):
     min_p: Share = 0.0                  # from tokens this likely beside the likeliest; 0: off
     # rows decoded at once, in whole groups; 0: all. Memory only
     decode_batch_size: Harmless[int] = 0
-    # most answers of the config file's environment to a completion (extras/environment); 0: none
-    max_turns: int = 8
-    stop_strings: tuple = ()            # where the environment answers, beside the end token
 
     # reward and advantage
     reward_funcs: tuple | None = None   # "judge" and functions; None: the function reward, or judge
@@ -200,7 +197,7 @@ class Settings(*settings_of_extras()):
     def answers(self):
         """Whether an environment, or tools, answer the completions."""
         defined = "environment" in self.functions or bool(self.tools)
-        return defined and self.max_turns > 0
+        return defined and getattr(self, "max_turns", 1) > 0    # its folder may be gone
 
     @property
     def tools(self):

@@ -168,9 +168,10 @@ def made_up_reward(completions):
 def prepare_small(cfg, inputs):
     """-> (Setup, settings) for a step that costs next to nothing: short completions, made-up
     rewards, and no model that must be trained first."""
+    answering = ("environment", "tools")
     small = replace(
-        cfg, judge=None, eval_judge=None, compile=False, max_turns=0,
-        mask_truncated_completions=False,
+        cfg, judge=None, eval_judge=None, compile=False, mask_truncated_completions=False,
+        functions={name: f for name, f in cfg.functions.items() if name not in answering},
         max_completion_length=min(4, cfg.max_completion_length))
     setup = prepare(small, replace(inputs, judges={}, dtype=torch.float32))
     setup.reward_funcs = dict.fromkeys(cfg.reward_funcs, made_up_reward)
