@@ -625,11 +625,11 @@ MISTAKES = [
     *of("run/flags.py", "test_notes.py::test_each_warning_fires_in_its_case_alone"
         "[003: a negative KL]",
         ("003, a negative KL: gone", 'if m["kl"] < -least and not is_noise:', "if False:")),
-    *of("run/metrics.py",
+    *of("common/guards.py",
         "test_notes.py::test_an_environments_token_under_the_loss_stops_the_run[off]",
         ("004, an environment's token under the loss: gone",
-         "strays = loss.batch.loss_mask & ~sampled",
-         "strays = loss.batch.loss_mask & ~loss.batch.loss_mask")),
+         "(batch.loss_mask & ~batch.rollout.sampled_mask)",
+         "(batch.loss_mask & ~batch.loss_mask)")),
     *of("run/flags.py", "test_notes.py::test_each_warning_fires_in_its_case_alone"
         "[000: hardly any influence is positive]",
         ("000, the fallback's warning: gone", 'if m["tracin/fallback"] > 0:', "if False:")),

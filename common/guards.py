@@ -1,7 +1,6 @@
 """
 Checks that end a run, when a number shows a bug or would spoil the weights. Nothing is lost: the
-step is not taken, and the last checkpoint is good. grpo.py and tracin.py call them, with numbers
-from run/meter.py.
+step is not taken, and the last checkpoint is good. grpo.py, tracin.py and run/meter.py call them.
 """
 import math
 
@@ -24,9 +23,8 @@ def moments_of(optimizer):
     return [x for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
 
 
-def not_finite(setup, advantages, logps):
-    """Say what is not finite, causes before effects, and what to do. advantages, logps: how many of
-    them are not finite."""
+def not_finite(setup, batch):
+    """Say what is not finite, causes before effects, and what to do. batch: a loss.Batch."""
     # moments first: a step with bad moments has spoilt the weights too
     if not all(x.isfinite().all() for x in moments_of(setup.optimizer)):
         return "A moment of the optimizer is not finite: continue from an earlier checkpoint"
@@ -34,22 +32,21 @@ def not_finite(setup, advantages, logps):
     if bad := [name for name, p in weights if not p.isfinite().all()]:
         return (f"The weights of {bad[0]} are not finite: the policy's file or the checkpoint "
                 "is damaged, continue from an earlier one")
-    if advantages:
+    if not batch.advantages.isfinite().all():
         return ("A reward, or its advantage, is not finite: let the reward function return less")
-    if logps:
+    if not batch.rollout.logp.isfinite().all():
         return ("A log-prob of a sampled token is not finite: raise temperature, or take dtype "
                 "= 'float32'")
-    return ("Weights, moments, rewards and log-probs are finite, the gradient overflowed: "
-            "lower learning_rate or raise beta, then --resume=True")
+    return ("Weights, moments, rewards and the sampler's log-probs are finite, so the loss or its "
+            "gradient overflowed: lower learning_rate or raise beta, then --resume=True")
 
 
-def check_ratio(meter, setup):
+def check_ratio(setup, batch, mean, largest):
     """Before the first step of a run: do trainer and sampler, which have the same weights, agree
-    about every token?"""
-    error, tolerance = logp_error(*meter.logp_difference(), setup.dtype)
+    about every token? mean, largest: differences of their log-probs."""
+    error, tolerance = logp_error(mean, largest, setup.dtype)
     if not math.isfinite(error):
-        _, *suspects = meter.suspects.tolist()
-        raise SystemExit(f"stopped before the first step: {not_finite(setup, *suspects)}")
+        raise SystemExit(f"stopped before the first step: {not_finite(setup, batch)}")
     if not error <= tolerance:
         raise SystemExit(
             "stopped before the first step: the ratio is not 1, sampler and trainer disagree by "
@@ -76,15 +73,16 @@ def check_influence(error, dtype):
             "tape has a bug (or try dtype = 'float32')")
 
 
-def check_step(setup, loss, grad_norm, strays, *suspects):
-    """Before each step: are loss and gradient finite, and only the policy's tokens under the loss?
-    strays, suspects: from suspects_of (run/metrics.py), over all processes."""
+def check_step(setup, batch, loss, grad_norm):
+    """Before each step: are loss and gradient finite, and only the policy's tokens under the
+    loss?"""
+    strays = int((batch.loss_mask & ~batch.rollout.sampled_mask).sum())
     if strays:
         raise SystemExit(
-            f"stopped: {strays:.0f} tokens under the loss are the environment's, which the policy "
+            f"stopped: {strays} tokens under the loss are the environment's, which the policy "
             "did not choose; this step was not taken. A loss mask must stay within "
             "rollout.sampled_mask")
     if not math.isfinite(loss + grad_norm):
         raise SystemExit(
             f"stopped: loss {loss}, grad_norm {grad_norm}; this step was not taken and the last "
-            f"checkpoint is good. {not_finite(setup, *suspects)}")
+            f"checkpoint is good. {not_finite(setup, batch)}")

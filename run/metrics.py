@@ -1,9 +1,10 @@
 """
-The metrics of an iteration. What each of them means stands in the docstring of the function that
-computes it, and `python grpo.py --help=metrics` prints it.
+The metrics of an iteration: pure functions of a loss, of influence, of a batch. What a number means
+stands in the docstring of its function, and `python grpo.py --help=metrics` prints it.
 
-Add one of your own to loss_metrics (of an update; run/meter.py adds it up) or to batch_metrics (of
-the rollouts).
+A metric of your own is a line in one function: in loss_metrics as the sum and the count of a
+micro-batch (run/meter.py adds them up), or in completion_metrics as a number of the iteration's
+rollouts. It is logged, and explained once its docstring has it.
 """
 import itertools
 import math
@@ -19,26 +20,7 @@ from tape import cosine, inner
 from tracin import target_coefficients
 
 
-def loss_parts(loss, cfg):
-    """The parts of a micro-batch's loss -> {name: tensor ()}. Each is already divided by the size
-    of the whole step, so the log has their sum over micro-batches and their mean over steps.
-
-    Metrics:
-        loss: mean over steps
-        policy_loss: likewise. As in TRL it includes the KL and not the entropy bonus
-        kl_loss, entropy_loss, critic_loss: the remaining parts of the loss, where there are any
-    """
-    parts = {
-        # 0 * inf is NaN: an infinite log-prob of the sampler is noticed
-        "loss": loss.total.double() + 0 * loss.batch.rollout.logp.sum(),
-        "policy_loss": loss.policy.double() + loss.kl}      # TRL's
-    if cfg.kl_in_loss:
-        parts["kl_loss"] = loss.kl.double()
-    if cfg.entropy_coef:
-        parts["entropy_loss"] = loss.entropy.double()
-    if cfg.critic:
-        parts["critic_loss"] = loss.critic.double()
-    return parts
+PER_STEP = 0    # as a count: the sum is divided by the number of steps, since it is a part of a mean
 
 
 def units_of(loss):
@@ -48,24 +30,38 @@ def units_of(loss):
 
 
 def loss_metrics(loss, cfg):
-    """Other metrics of a micro-batch -> {name: (sum, count)}, tensors () or numbers. The log has
-    sum / count over all micro-batches, steps and processes, of every name in here.
+    """Metrics of a micro-batch -> {name: (sum, count)}, tensors () or numbers. The log has
+    sum / count over all micro-batches, steps and processes, for every name in here.
 
     Metrics:
+        loss: mean over steps
+        policy_loss: likewise. As in TRL it includes the KL and not the entropy bonus
+        kl_loss, entropy_loss, critic_loss: the remaining parts of the loss, where there are any
         ratio: policy / sampler, mean over all passes. 1 before the first step
         clip_ratio/low_mean, clip_ratio/high_mean: share of tokens clipped at 1 - epsilon, at 1 +
             epsilon_high
         clip_ratio/region_mean: the sum of both. At sequence level these three count completions
         kl: KL of the policy to the reference, in nats per token: mean of ratio x kl_estimator
     """
+    # the loss and its parts, which are divided by the size of the whole step already.
+    # 0 * inf is NaN: an infinite log-prob of the sampler is noticed
+    metrics = {
+        "loss": (loss.total.double() + 0 * loss.batch.rollout.logp.sum(), PER_STEP),
+        "policy_loss": (loss.policy.double() + loss.kl, PER_STEP)}
+    if cfg.kl_in_loss:
+        metrics["kl_loss"] = loss.kl, PER_STEP
+    if cfg.entropy_coef:
+        metrics["entropy_loss"] = loss.entropy, PER_STEP
+    if cfg.critic:
+        metrics["critic_loss"] = loss.critic, PER_STEP
+
+    # the ratio, what the clip holds back, and the KL
     mask = loss.batch.loss_mask
     ratio = loss.ratio
     unit = units_of(loss)
     units = unit.sum()
     A = loss.batch.advantages.view(len(mask), -1)                       # (n, 1), or (n, T)
-
-    # each as (sum, count): micro-batches differ in size
-    metrics = {"ratio": ((ratio * unit).sum(), units)}
+    metrics["ratio"] = (ratio * unit).sum(), units
     count = getattr(objective_of(cfg), "clipped", lambda: {})
     offered = dict(ratio=ratio, A=A, cfg=cfg)
     for name, where in count(**asked_for("clipped", count, offered)).items():
@@ -73,16 +69,6 @@ def loss_metrics(loss, cfg):
     if loss.kl_by_token is not None:
         metrics["kl"] = ((loss.kl_by_token * mask).sum(), mask.sum())
     return metrics
-
-
-def suspects_of(loss):
-    """What a step must not be taken with, in a micro-batch -> (3,): tokens under the loss that the
-    policy did not choose, advantages and log-probs that are not finite."""
-    sampled = loss.batch.rollout.sampled_mask
-    strays = loss.batch.loss_mask & ~sampled                            # (n, T)
-    logps = ~(loss.logp + loss.batch.rollout.logp).isfinite() & sampled     # (n, T)
-    counts = [strays.sum(), (~loss.batch.advantages.isfinite()).sum(), logps.sum()]
-    return torch.stack(counts).double()
 
 
 def invariant_error(scores, batch_grad, direction):
@@ -160,7 +146,7 @@ def first_layers(policy, gradient):
             for p, name in itertools.islice(names.items(), 3)}
 
 
-def influence_metrics(found):
+def influence_metrics(found, setup):
     """Metrics of a step's influence, by its tracin.Influence: tensors () and numbers. A target that
     is a function of the config file has neither halves nor rollouts.
 
@@ -176,6 +162,7 @@ def influence_metrics(found):
             chosen from
         tracin/invariant_error: relative error of sum_i I_i = <G_train, G_target>, mean over steps:
             rounding. Where G_train is known anyway: with tracin = "self" on the batch itself
+        tracin/target_age: steps in the average of the target's gradient
     """
     target, scores, selection = found
     target_grad = target.gradient
@@ -184,7 +171,10 @@ def influence_metrics(found):
         "tracin/self_share": scores.self_share,
         "tracin/fallback": selection.fallback,
         "tracin/target_grad_norm": inner(target_grad, target_grad).sqrt(),
-        "tracin/target_cosine": math.nan}
+        "tracin/target_cosine": math.nan,
+        **first_layers(setup.policy, target_grad)}
+    if setup.target_average:
+        metrics["tracin/target_age"] = setup.target_average.age
 
     # a check that costs nothing where the target is the batch: do the parts add up?
     if target.is_whole_step:

@@ -12,7 +12,7 @@ from common.variants import variants_of
 from loss import loss_of
 from run import metrics
 from run.flags import problems
-from run.meter import Spread
+from run.meter import piece_of, spread_of
 from run.metrics import batch_metrics
 from worlds import (
     forward, generator_of, gradient, letters, mean_token, number_gpt, settings, shaken, world)
@@ -198,12 +198,11 @@ def test_metrics_of_the_loss(knobs):
 def test_the_spread_of_the_ratio_leaves_out_what_has_no_loss(ratios):
     """There its ratio is 1, though all others are above, or below."""
     mask = torch.tensor([[True, True, False]])
-    spread = Spread("cpu", around=1.0)
-    spread.add(torch.ones(1, 3), mask & False)
-    assert spread.over_all() == (0, 0, 0, 0, 0), "of nothing"
-    spread.add(torch.tensor([[*ratios, 1.0]]), mask)
+    nothing = piece_of(torch.ones(1, 3), mask & False, around=1.0)
+    assert spread_of([]) == spread_of([nothing], around=1.0) == (0, 0, 0, 0, 0), "of nothing"
+    some = piece_of(torch.tensor([[*ratios, 1.0]]), mask, around=1.0)
     expected = [2, sum(ratios) / 2, stdev(ratios), min(ratios), max(ratios)]
-    assert [*spread.over_all()] == pytest.approx(expected, rel=1e-6)
+    assert [*spread_of([nothing, some], around=1.0)] == pytest.approx(expected, rel=1e-6)
 
 
 def test_an_update_sums_over_micro_batches_and_means_over_steps():
