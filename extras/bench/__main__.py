@@ -7,6 +7,7 @@ Measure what an iteration costs, and whether the fast paths hold on this machine
     python -m extras.bench tape                        # influence beside forward and backward alone
     python -m extras.bench ladder config/toxicity.py   # the gain of each technique for speed
     python -m extras.bench fits                        # which models fit on a card, by formula
+    python -m extras.bench fits config/toxicity.py     # and a run: the micro_batch_size to set
 
 For each variant a line of JSON has the tokens/s by phase and the share of the device's peaks. A
 single variant ends in a card, a block to paste into a report: every part of the project on small
@@ -37,7 +38,7 @@ import torch
 
 from common.script import BadInput, optional, own_flags, run_script, seed_for
 from extras.bench.card import about, print_card, try_parts
-from extras.bench.fits import print_fits
+from extras.bench.fits import print_fits, print_fits_of
 from extras.bench.ladder import print_ladder
 from extras.bench.phases import now, print_phases
 from extras.bench.shapes import compare_tape
@@ -59,8 +60,8 @@ def read_inputs(cfg):
         return grpo.read_inputs(replace(cfg, policy=f"{folder}/policy.pt"))
 
 
-def make_nets(cfg):
-    """grpo's Setup, as fast as the settings say and this machine allows."""
+def exact_inputs(cfg):
+    """read_inputs, of the very shape in the settings."""
     inputs = read_inputs(cfg)
     for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
         actual = getattr(inputs.base.config, name)
@@ -69,7 +70,12 @@ def make_nets(cfg):
         if wanted not in (getattr(Settings, name, actual), actual):
             raise BadInput(f"{name} = {wanted}: {cfg.policy} has {actual}; add --policy=train for "
                            "random weights of the shape in the settings")
-    return grpo.prepare(cfg, inputs)
+    return inputs
+
+
+def make_nets(cfg):
+    """grpo's Setup, as fast as the settings say and this machine allows."""
+    return grpo.prepare(cfg, exact_inputs(cfg))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -238,6 +244,10 @@ def main(argv):
         climb(flags[1:], repeat)
     elif flags == ["fits"]:
         print_fits()
+    elif flags[:1] == ["fits"]:
+        cfg = replace(load_settings(flags[1:]), judge=None, eval_judge=None)
+        inputs = exact_inputs(cfg)
+        print_fits_of(inputs.base, inputs.prompts, cfg)
     elif flags == ["tape"]:
         compare_tape(repeat)
     else:

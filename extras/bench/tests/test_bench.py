@@ -15,6 +15,7 @@ import loss
 import tracin
 from common.files import ROOT
 from extras.bench import card, fits, ladder, phases
+from model import GPT, GPTConfig
 from rollout import completion_logprobs
 from worlds import (
     assert_near, assert_refused, mean_token, printed, read_rows, settings, setup_of)
@@ -223,10 +224,42 @@ def test_what_is_typed_wrong_is_one_line(quick):
 def test_what_fits_is_near_what_a_card_measured():
     """An H100 took 8.4 GB, and 13.3 with influence: see docs/gpus.md."""
     gpt2 = fits.SHAPES["GPT-2 (124M)"]
-    plain = fits.memory_of(gpt2, 128, 10, 128, 64)
-    more = fits.memory_of(gpt2, 128, 10, 128, 64, influence=True)
+    job = fits.Job(128, 10, 128, 64, 128)
+    plain = fits.memory_of(gpt2, job)
+    more = fits.memory_of(gpt2, job._replace(influence=True))
     assert 0.95 * 8.4 < fits.total(plain) < 1.1 * 8.4
     assert 13.3 < fits.total(more) < 1.25 * 13.3, "a count is on the safe side"
+
+
+def test_the_micro_batch_to_set_is_the_largest_that_fits():
+    job = fits.Job(96, 10, 128, 1, 96)
+    shape = fits.SHAPES["Qwen2.5-0.5B"]
+    for card in fits.CARDS:
+        n = fits.largest_micro_batch(shape, job, card)
+        gb = [1.1 * fits.total(fits.memory_of(shape, job._replace(micro_batch=size)))
+              for size in (n, 2 * n)]
+        assert gb[0] < card and (n == 96 or gb[1] >= card)
+    assert fits.largest_micro_batch(shape, job, 2000) == 96, "all rows"
+    assert fits.largest_micro_batch(shape, job, 2) == 0
+
+
+@pytest.mark.parametrize("knob, part", [
+    (dict(lora_rank=2), "weights"), (dict(decode_batch_size=6), "keys and values"),
+    (dict(max_completion_length=4), "logits"), (dict(micro_batch_size=3), "activations"),
+    (dict(activation_checkpointing=True), "activations"), (dict(mini_batch_size=6), "tape")])
+def test_each_setting_lowers_its_part_of_a_run(knob, part):
+    shape = fits.SHAPES["Llama-3.2-1B"]
+    plain, less = (fits.memory_of(shape, fits.job_of(settings(tracin="self", **more), 9))
+                   for more in ({}, knob))
+    assert less[part] < plain[part]
+
+
+def test_what_fits_for_a_run_is_of_its_policy(quick):
+    with torch.device("meta"):
+        gpt2 = fits.shape_of(GPT(GPTConfig()))
+    assert gpt2._replace(weights=round(gpt2.weights)) == fits.SHAPES["GPT-2 (124M)"]
+    lines = printed(bench.main, ["fits", *quick]).splitlines()
+    assert lines[-2:] == [f"{card} GB: micro_batch_size = 4" for card in fits.CARDS], "all rows"
 
 
 def test_the_page_has_the_table_of_what_fits():
