@@ -20,7 +20,7 @@ from tape import cosine, inner
 from tracin import target_coefficients
 
 
-PER_STEP = 0    # as a count: the sum is divided by the number of steps, since it is a part of a mean
+PER_STEP = 0    # as a count: the sum is divided by the number of steps, being part of a mean
 
 
 def units_of(loss):
