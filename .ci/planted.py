@@ -204,8 +204,8 @@ MISTAKES = [
          "        setup.optimizer.step()\n"
          "        set_learning_rate(setup.optimizer, i + 1, cfg)\n")),
     *of("grpo.py", "test_trl.py::test_the_reference_follows_by_iterations_and_not_by_steps",
-        ("the reference by step (TRL 11)", "is_due(it + 1, cfg.ref_model_sync_steps)",
-         "is_due((it + 1) * cfg.num_iterations, cfg.ref_model_sync_steps)")),
+        ("the reference by step (TRL 11)", "follow(setup, it + 1, cfg)",
+         "follow(setup, (it + 1) * cfg.num_iterations, cfg)")),
     *of("grpo.py", "test_trl.py::test_a_mini_batch_without_loss_is_no_step",
         ("a step without loss (TRL 12)", "if num_tokens > 0 and len(mini) > 0:",
          "if len(mini) > 0:")),
@@ -273,7 +273,8 @@ MISTAKES = [
         ("the first mini-batch again and again",
          "for mini in rows.split(cfg.mini_batch_size or N):",
          "for mini in rows.split(cfg.mini_batch_size or N)[:1]:")),
-    *of("grpo.py", "test_step.py::test_the_reference_follows_the_policy",
+    *of("extras/variants/ref_model_sync_steps.py",
+        "test_reference.py::test_the_reference_follows_the_policy",
         ("reference follows backwards", "r.lerp_(p, alpha)", "r.lerp_(p, 1 - alpha)"),
         ("a sync that does nothing", "        r.lerp_(p, alpha)", "        r.lerp_(p, 0 * alpha)")),
     *of("grpo.py", "test_step.py::test_the_entropy_quantile_is_of_each_step_as_the_policy_is_then",
@@ -409,7 +410,8 @@ MISTAKES = [
          "        self.handles")),
 
     # test_influence.py
-    *of("tracin.py", "test_influence.py::test_which_held_out_rollouts_are_the_target",
+    *of("extras/variants/tracin_val_select.py",
+        "test_targets.py::test_which_held_out_rollouts_are_the_target",
         ("balanced is the best", '"balanced": size // 2', '"balanced": 0')),
     *of("tracin.py", "test_influence.py::test_a_target_function_is_given_the_held_out_rollouts",
         ("a function gets all held-out rollouts", "some_of(batch, rows)\n        gradient",

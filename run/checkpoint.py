@@ -115,7 +115,7 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
         f"{folder}/ckpt_{iteration:06}.pt", "run", iteration=iteration, num_tokens=num_tokens,
         base_hash=base_hash, shape=asdict(setup.policy.config), policy=weights,
         optimizer=state_of(setup.optimizer), optimizer_name=name_of(setup.optimizer),
-        reference=setup.reference.state_dict() if cfg.ref_model_sync_steps else None,
+        reference=None if setup.reference is setup.base else setup.reference.state_dict(),
         influence=setup.target_average and setup.target_average.state(), seen=setup.seen,
         has_read=setup.has_read,
         after=changes_of(cfg), replay=replay_state(setup), memory=setup.memory,
@@ -203,11 +203,11 @@ def load_checkpoint(path, setup, cfg):
                            f"{content['optimizer_name']}, which {name} cannot use: take that "
                            "optimizer, or another --out_dir")
 
-        # weights and moments. Without a sync the reference is the base
+        # weights and moments. A reference that followed the policy goes on from where it was
         load_weights(path, setup.policy, content["policy"])
         load_state(setup.optimizer, content["optimizer"])
-        if cfg.ref_model_sync_steps and content["settings"].get("ref_model_sync_steps"):
-            load_weights(path, setup.reference, content["reference"] or {})  # else it is the base
+        if setup.reference is not setup.base and content["reference"] is not None:
+            load_weights(path, setup.reference, content["reference"])
 
         # the target's average, if the target is still of the same kind
         state = content["influence"]

@@ -241,7 +241,7 @@ class Log:
         """The greatest KL of the iterations so far. NaN: an evaluation's KL is to another model, of
         other distributions, or after so few iterations that it may be far ahead of the log's."""
         cfg = self.cfg
-        follows = cfg.ref_model_sync_steps > 0
+        follows = cfg.door("follow") is not None
         truncates = Sampling(eos=(), **cfg.sampling).truncates
         is_alike = 0.6 < cfg.temperature / cfg.eval_temperature < 1.6
         if follows or truncates or not is_alike or len(self.kls) < 5:

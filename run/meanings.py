@@ -16,8 +16,8 @@ import textwrap
 from common.files import ROOT, read_text
 
 FILES = ("run/log.py", "run/meter.py", "run/metrics.py", "grpo.py", "extras/environment/tools.py",
-         "extras/variants/zero_std_groups.py", "extras/variants/loss_type/cispo.py",
-         "run/evaluation.py")
+         "extras/variants/ref_model_sync_steps.py", "extras/variants/zero_std_groups.py",
+         "extras/variants/loss_type/cispo.py", "run/evaluation.py")
 TITLE = {"Metrics": "Metrics of an iteration, metrics.jsonl",
          "Measures": "Measures of an evaluation, eval.jsonl"}
 

@@ -49,8 +49,8 @@ def trainable(base, cfg):
 
 
 def reference_for(policy, base, cfg):
-    """The reference: the base, or a copy of the policy if syncs will update it."""
-    if cfg.ref_model_sync_steps:
+    """The reference: the base, or a copy of the policy if it will follow that."""
+    if cfg.door("follow"):
         return copy.deepcopy(policy).requires_grad_(False)
     return base
 

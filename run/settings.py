@@ -39,6 +39,11 @@ from run.check import check
 from run.meanings import text_of_all
 
 
+# functions of a config file that are used by their name alone
+GIVEN = ("target", "weigh", "group", "texts", "questions", "choose", "advantage", "optimizer",
+         "after", "objective", "divide")
+
+
 def settings_of_extras():
     """The dataclasses in extras/NAME/settings.py, for all extras that are here."""
     paths = sorted(glob.glob(f"{glob.escape(ROOT)}/extras/*/settings.py"))
@@ -139,10 +144,6 @@ class Settings(*settings_of_extras()):
     kl_in: Literal["loss", "reward"] = "loss"
     entropy_coef: Live[float] = 0.0     # weight of the mean entropy, subtracted from the loss
     mask_truncated_completions: bool = False    # completions cut at the limit carry no loss
-    ref_model_sync_steps: int = 0       # update the reference every N iterations; 0: never
-    # that update: reference <- (1 - alpha) reference + alpha policy, weight by weight,
-    # with LoRA its A and B; 1: a copy
-    ref_model_mixup_alpha: Live[Share] = 0.6
 
     # step
     num_iterations: Live[Positive] = 1  # passes over the rollouts of an iteration (mu)
@@ -169,10 +170,8 @@ class Settings(*settings_of_extras()):
     # factor for each. More, and controls, are in extras/variants
     tracin_select: Literal["positive", "all", "weigh"] | Variant = "positive"
     # seldom
-    tracin_val_size: int = 0            # rollouts of the held-out prompts to keep; 0: all
-    # which of those: random ones, those of the highest or the lowest rewards, half of each
-    tracin_val_select: Literal["random", "best", "worst", "balanced"] = "random"
-    tracin_val_reward: str | None = None    # judge or function for those; None: reward_funcs
+    # judge or function for the held-out rollouts; None: reward_funcs
+    tracin_val_reward: str | None = None
 
     # evaluation: same prompts and seed each time, without top-k, top-p and min-p
     eval_interval: Harmless[int] = 50   # iterations; 0: only before and after
@@ -220,7 +219,7 @@ class Settings(*settings_of_extras()):
     def door(self, name, own=None):
         """The config file's function of this name, else a function that an extra's setting puts
         there, else `own`, the core's."""
-        if name in self.functions:
+        if name in GIVEN and name in self.functions:    # not a reward of that name
             return self.functions[name]
         for extra in type(self).__bases__:
             if hasattr(extra, "doors"):
@@ -275,9 +274,6 @@ def settings_that_are(kind):
 
 
 DEFINED_HERE = "config file"    # the module of its functions
-# functions that are used by their name alone
-GIVEN = ("target", "weigh", "group", "texts", "questions", "choose", "advantage", "optimizer",
-         "after", "objective", "divide")
 
 
 def load_settings(argv):

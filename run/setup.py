@@ -19,7 +19,7 @@ class Setup:
     """Everything that the loop works with. prepare makes it."""
     policy: torch.nn.Module
     base: torch.nn.Module         # the policy before training; for the evaluation's perplexity
-    reference: torch.nn.Module    # the base, unless ref_model_sync_steps makes it follow the policy
+    reference: torch.nn.Module    # the base, or a copy that follows the policy
     judges: dict                  # {"judge": ..., "eval_judge": ...}
     reward_funcs: dict            # {name: function}, called by judge.rewards.score
     optimizer: torch.optim.Optimizer

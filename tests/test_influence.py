@@ -18,7 +18,7 @@ from grpo import collect, update
 from loss import Step, loss_of
 from rollout import completion_entropies, completion_logprobs
 from run.check import check
-from tracin import HeldOut, choose_targets, select, target_coefficients
+from tracin import HeldOut, select, target_coefficients
 from worlds import (
     PROMPTS, TOKENIZER, assert_close, generator_of, gradient, number_gpt, refusal, settings,
     setup_of, shaken, skip_for, skip_without, steps_of, whole_step)
@@ -221,15 +221,6 @@ def test_coefficients_of_targets(kind, rewards, expected):
     batch = SimpleNamespace(rewards=rewards, advantages=rewards.clone())
     coef = target_coefficients(batch, torch.arange(n), kind)
     assert (n * coef).tolist() == pytest.approx(expected, rel=1e-3)
-
-
-def test_which_held_out_rollouts_are_the_target():
-    rewards = torch.tensor([.1, .9, NAN, .7, .3, .2])
-    g = generator_of(1)
-    for how, size, expected in (("best", 2, [1, 3]), ("worst", 2, [5, 0]), ("balanced", 2, [1, 0]),
-                                ("balanced", 4, [1, 3, 5, 0]), ("best", 0, [1, 3, 4, 5, 0])):
-        assert choose_targets(rewards, size, how, g).tolist() == expected, (how, size)
-    assert sorted(choose_targets(rewards, 0, "random", g).tolist()) == list(range(6))
 
 
 def test_the_target_is_halved_by_prompt_and_one_prompt_has_no_halves():

@@ -26,7 +26,8 @@ HELD_OUT = ["--tracin=reward", "--tracin_val_prompts=2", "--tracin_target_ema=0.
 # what a run must be like, for its numbers to be logged: (config, flags, folder of extras/ that it
 # needs)
 RUNS = {
-    "plain": (OWN, ["--beta=0.1", "--entropy_coef=0.01", "--ref_model_sync_steps=1"], None),
+    "plain": (OWN, ["--beta=0.1", "--entropy_coef=0.01", "--ref_model_sync_steps=1"],
+              "variants"),
     "influence": ("", HELD_OUT, None),
     "influence on itself": ("", ["--tracin=self"], None),
     "cispo": ("", ["--loss_type=cispo", "--epsilon_high=5.0"], "variants"),

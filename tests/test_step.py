@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
-from grpo import collect, learning_rate, optimizer_steps, sync_reference, update
+from grpo import collect, learning_rate, optimizer_steps, update
 from loss import losses, micro_batches
 from rollout import Rollout, completion_entropies, drop_finished, generate
 from run.metrics import batch_metrics
@@ -266,22 +266,6 @@ def test_matrices_decay_and_no_bias_or_gain_does():
     for now, then in zip(setup.policy.parameters(), before, strict=True):
         expected = .95 * then if now.dim() == 2 else then
         assert_near(now.detach(), expected, what=f"a weight of {now.dim()} dimensions")
-
-
-@pytest.mark.parametrize("rank", (0, 2))
-def test_the_reference_follows_the_policy(rank):
-    """By a share of the way, or as a copy; the log says how many tensors are still others."""
-    setup = setup_of(settings(beta=.1, ref_model_sync_steps=1, lora_rank=rank))
-    shaken(setup.policy)
-    before, policy = weights_of(setup.reference), weights_of(setup.policy)
-    found = sync_reference(setup, .6)
-    expected = .4 * before + .6 * policy
-    assert_near(weights_of(setup.reference), expected, what="the reference after 0.6 of the way")
-    assert found["ref_tensors_differing"] == len([*setup.policy.parameters()])
-    assert found["ref_distance_left"] == pytest.approx(.4)
-    found = sync_reference(setup, 1.0)
-    assert torch.equal(weights_of(setup.reference), policy)
-    assert found == {"ref_tensors_differing": 0, "ref_distance_left": 0.0}
 
 
 @pytest.mark.parametrize("rank", (0, 2))

@@ -84,8 +84,8 @@ def replay(setup, cfg, start, since, end, folder):
                 taken.append(step_of(setup, cfg, it, batch, step, float(norm), decay))
 
         grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), watch=watch)
-        if grpo.is_due(it + 1, cfg.ref_model_sync_steps):
-            grpo.sync_reference(setup, cfg.ref_model_mixup_alpha)
+        if follow := cfg.door("follow"):
+            follow(setup, it + 1, cfg)
         if progress.is_due():
             progress.show(it + 1)
     return [*states, kept(state_of(setup), folder)], taken

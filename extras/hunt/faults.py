@@ -224,9 +224,9 @@ FAULTS = [
         (("rollout.py", "return States(h[where], tokens[:, -T:][where], allowed, where)"),)),
     Fault(
         "Influence keeps every other rollout. It might as well throw a coin.",
-        "influence", "grpo.py",
-        "cfg.tracin_val_size, cfg.tracin_val_select, generator)",
-        'cfg.tracin_val_size, "best", generator)',
+        "influence", "extras/variants/tracin_val_select.py",
+        "    how = cfg.tracin_val_select\n",
+        '    how = "best"\n',
         "The target is made of the best held-out rollouts alone. Rewards that are nearly equal "
         "show no direction: what is normalised and summed up is their noise.",
         "a port of influence to GRPO found it in its own notes: a validation set of good answers "
@@ -235,7 +235,8 @@ FAULTS = [
         "below 0.3 a warning says so. tracin/target_advantage_min of the first iteration is above "
         "0. --tracin_val_select=worst changes nothing.",
         contrast,
-        (("tracin.py", "return torch.randperm(n, generator=generator)[:size or n]"),), INFLUENCE),
+        (("extras/variants/tracin_val_select.py",
+          "return torch.randperm(n, generator=generator)[:cfg.tracin_val_size or n]"),), INFLUENCE),
     Fault(
         "With influence on, the reward hardly moves.",
         "influence", "tracin.py",

@@ -114,7 +114,7 @@ def print_setup(setup, cfg):
           f"{setup.device}")
     if not cfg.beta:
         print("  reference: none, since beta = 0")
-    elif cfg.ref_model_sync_steps:
+    elif cfg.door("follow"):
         print(f"  reference: follows the policy every {cfg.ref_model_sync_steps} iterations")
     else:
         print("  reference: the policy before training, frozen")

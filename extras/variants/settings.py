@@ -22,8 +22,15 @@ class VariantSettings:
     sapo_temperature_pos: Temperature = 1.0     # of sapo's sigmoid, where it is positive
     # multiply k1 or k3 in the loss by the ratio (DeepSeek-V3.2). None: where the KL is in the loss
     use_bias_correction_kl: bool | None = None
+    ref_model_sync_steps: int = 0       # update the reference every N iterations; 0: never
+    # that update: reference <- (1 - alpha) reference + alpha policy, weight by weight,
+    # with LoRA its A and B; 1: a copy
+    ref_model_mixup_alpha: Live[Share] = 0.6
     # policy gradient on this most uncertain share of the tokens
     top_entropy_quantile: Live[ShareAbove0] = 1.0
+    tracin_val_size: int = 0            # rollouts of the held-out prompts to keep; 0: all
+    # which of those: random ones, those of the highest or the lowest rewards, half of each
+    tracin_val_select: Literal["random", "best", "worst", "balanced"] = "random"
     # drop: share of the rollouts of negative influence; top: share kept of all
     tracin_fraction: Live[Share] = 0.5
     tracin_target_ema: Decay = 0.0      # decay per step of the target gradient's average; 0: off
@@ -47,6 +54,10 @@ class VariantSettings:
                 "multi_objective_aggregation", self.multi_objective_aggregation)
         if self.top_entropy_quantile < 1:
             found["policy_tokens"] = variant("top_entropy_quantile", "least_sure")
+        if self.ref_model_sync_steps:
+            found["follow"] = variant("ref_model_sync_steps", "follow")
+        if self.tracin_val_size or self.tracin_val_select != "random":
+            found["targets"] = variant("tracin_val_select", "targets")
         if self.tracin_target_ema:
             found["average"] = variant("tracin_target_ema", "Average")
         if self.tracin_adam:
@@ -64,6 +75,14 @@ class VariantSettings:
         _, ceiling = self.clip_range
         yield self.delta is not None and self.delta <= ceiling, (
             f"delta = {self.delta}: must be above the upper clip, {ceiling}")
+        yield self.ref_model_sync_steps and not self.beta, (
+            "ref_model_sync_steps: set beta, which is 0: the reference serves the KL")
+        chooses = self.tracin_val_size or self.tracin_val_select != "random"
+        yield chooses and not self.tracin_val_prompts, (
+            "tracin_val_size, tracin_val_select: set tracin_val_prompts, which is 0")
+        yield self.tracin != "off" and self.tracin_val_size == 1, (
+            "tracin_val_size = 1: must be at least 2; the target of one reward is 0, as it is its "
+            "own mean")
         yield self.loss_type == "cispo" and (self.epsilon_high or 0) < 1, (
             "loss_type = 'cispo': epsilon_high is the ceiling of the ratio; take 5.0")
         by_score = self.multi_objective_aggregation != "sum_then_normalize"
