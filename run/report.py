@@ -97,14 +97,17 @@ class StepLog:
     def loss(self, loss):
         """loss: loss.Loss, which is read only if the line is printed."""
         if self.on:
-            values = f", pg_loss={loss.policy + loss.entropy:.6f},"
+            parts = {"pg_loss": loss.policy + loss.entropy}
             if loss.critic.requires_grad:
-                values += f" critic={loss.critic:.6f},"
+                parts["critic"] = loss.critic
             if loss.batch.ref_logp is not None:
                 mask = loss.batch.loss_mask
                 kl = loss.batch.kl if loss.kl_by_token is None else loss.kl_by_token    # (n, T)
-                values += f" kl={(kl * mask).sum() / mask.sum().clamp(min=1):.6f},"
-            values += f" beta*kl={loss.kl:.6f}, total={loss.total:.6f}"
+                parts["kl"] = (kl * mask).sum() / mask.sum().clamp(min=1)
+            parts |= {"beta*kl": loss.kl, "total": loss.total}
+            # in one transfer, since each waits for a GPU
+            numbers = torch.stack([x.to(loss.policy) for x in parts.values()]).tolist()
+            values = "".join(f", {name}={x:.6f}" for name, x in zip(parts, numbers))
             self.line(f"[Micro {self.micro}] 4. Loss computed", values)
             self.micro += 1
 

@@ -14,6 +14,7 @@ from grpo import collect, learning_rate, optimizer_steps, update
 from loss import losses, micro_batches
 from rollout import Rollout, completion_entropies, drop_finished, generate
 from run.metrics import batch_metrics
+from run.report import StepLog, silent_log
 from worlds import (
     PROMPTS, assert_close, assert_near, forcing, forward, gradient, inputs_of, letters, number_gpt,
     plain_logps, random_ids, refusal, setup_of, settings, shaken, steps_of, world)
@@ -143,10 +144,12 @@ def test_a_micro_batch_waits_for_a_gpu_once(monkeypatch):
     cfg = settings(beta=0.1, micro_batch_size=3)
     setup, batch = world(cfg, reference=moved())
     step = next(optimizer_steps(batch, cfg, 1))
-    with Waits(monkeypatch) as waits:
-        for loss, _ in losses(setup, setup.policy, batch, step, cfg):
-            loss.total.backward()
-    assert waits.found == 4 * ["tolist"], "once for each of four micro-batches, for its size"
+    for log, expected in ((silent_log, 4), (StepLog(setup.device, 3, on=True), 8)):
+        with Waits(monkeypatch) as waits:
+            for loss, _ in losses(setup, setup.policy, batch, step, cfg):
+                loss.total.backward()
+                log.loss(loss)
+        assert waits.found == expected * ["tolist"], "for the size of each, and for its line"
 
 
 def test_a_check_for_ended_rows_waits_for_a_gpu_once(monkeypatch):
