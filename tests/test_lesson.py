@@ -71,7 +71,7 @@ def printed_now(tmp_path_factory):
                 runpy.run_path(file_of(f"{name}.py"))
             matplotlib.pyplot.close("all")
             found[name] = "\n".join(shown(out.getvalue()))
-        assert len(os.listdir("out/lesson")) == 17
+        assert len(os.listdir("out/lesson")) == 16
     return found
 
 
@@ -100,13 +100,14 @@ def test_the_numbers_of_a_step_agree(printed):
 def test_the_estimates_of_the_kl_agree_with_the_sum_over_the_vocabulary(printed):
     text = printed["lesson"]
     exact = numbers_after("exact KL ", text)[0]
-    before, after = numbers_after("exact KL before a step on the KL alone", text)
-    assert before == exact and after < 0.8 * before, "beta does not pull back"
+    of_one = {}
     for name in ("k1", "k2", "k3"):
-        mean, std, negative = numbers_after(f"{name}: mean over all draws", text)
+        mean, std, negative, near = numbers_after(f"{name}: mean over all draws", text)
         assert (mean == exact) == (name != "k2"), "k1 and k3 have the KL as their mean"
-        assert std > 2 * exact, "a single estimate is off by several times the KL"
         assert (negative > 10) == (name == "k1"), "k3 is never negative, k1 often"
+        assert near < 30 if name == "k1" else near > 80, "k3 is mostly near the KL, k1 seldom"
+        of_one[name] = std
+    assert of_one["k3"] > of_one["k1"] > 2 * exact, "rare draws of k3 are far off"
 
 
 def test_the_reward_rises_and_beta_keeps_the_kl_small(printed):
@@ -280,7 +281,7 @@ def test_the_notebook_was_run_from_its_first_cell_to_its_last(name):
     for out in outputs:
         assert out["output_type"] != "error" and out.get("name") != "stderr", again(name)
     pictures = [out for out in outputs if "image/png" in out.get("data", {})]
-    assert len(pictures) == {"lesson": 9, "influence": 8}[name], again(name)
+    assert len(pictures) == {"lesson": 8, "influence": 8}[name], again(name)
 
 
 def words_of(line):

@@ -8,8 +8,8 @@
 # there. Sections 2 to 8 are about one step, sections 9 to 11 are accounts.
 #
 # Every function here is the project's own. Open `influence.ipynb` in Jupyter
-# (`pip install matplotlib jupyterlab`) or VS Code, or run `python docs/lesson/influence.py`. For
-# Colab run the first cell of `lesson.ipynb` first.
+# (`pip install matplotlib jupyterlab`) or VS Code, or run `python docs/lesson/influence.py`. In
+# Colab begin with the lines that `lesson.ipynb` has for it.
 #
 # **Try** is a question: first predict, then change what it names and run all cells. **Write** asks
 # for a line of yours in place of the dots. Answers to **Try** are at the end.

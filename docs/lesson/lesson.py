@@ -17,23 +17,20 @@
 #
 # Every function here is the project's own. Open `lesson.ipynb` in Jupyter
 # (`pip install matplotlib jupyterlab`) or VS Code. Or run `python docs/lesson/lesson.py`, which
-# takes under a minute and draws to `out/lesson`. Nothing in it needs Linux or macOS; on Windows
-# `python` may be called `py`.
+# takes under a minute and draws to `out/lesson`. On Windows `python` may be called `py`. In Colab
+# run this in a cell of its own first, with the project's address:
+#
+# ```
+# !git clone ADDRESS grpo
+# %cd grpo/docs/lesson
+# %pip install -q -r ../../requirements.txt matplotlib
+# ```
+#
+# (after a restart of its kernel `%cd` again). Neither Windows nor Colab has been tried.
 #
 # **Try** is a question: first predict, then change what it names, run all cells, and change it
 # back. **Write** asks for a line of yours in place of the dots, and the next line says whether it
 # is right. Answers to **Try** are at the end. After editing a `.py` file restart the kernel.
-
-# %%
-address = ""        # only in Colab: from where to clone the project
-if address:
-    import os
-    import subprocess
-    import sys
-    subprocess.run(["git", "clone", address, "grpo"], check=True)
-    os.chdir("grpo/docs/lesson")
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-r", "../../requirements.txt",
-                    "matplotlib"], check=True)
 
 # %%
 from classroom import judge_advantages, judge_objective, loop_of, open_world, picture, plt
@@ -53,7 +50,8 @@ print(*loop_of("nano.py"), sep="\n")
 # (`config/lesson.py`). It is a file, so everybody sees the same numbers, up to section 8, where
 # rounding adds up over many steps. A prompt is the first
 # three words, so a completion should be five words and an end token. The reward is a rule: the
-# share of the letter e in a completion.
+# share of the letter e in a completion. `setup` has the models and the optimizer, `cfg` the
+# settings, such as `cfg.epsilon`.
 
 # %%
 flags = []      # to try something: ["--temperature=0.3"]
@@ -76,13 +74,16 @@ print("prompts:", [prompt.text for prompt in prompts])
 # ## 2. Rollout
 # The policy writes six completions of each prompt. Each token's log-prob is kept: training will
 # ask how much likelier the token has become since. The policy as it was here is the **sampler**.
+# `asked` has the prompt of each completion. `mask` is True on its tokens, the end token included.
 
 # %%
 rollout, asked, texts = grpo.sample_completions(setup, setup.policy, prompts, cfg, seed=2)
+mask = rollout.sampled_mask                                                     # (N, T)
 print(repr(prompts[0].text), "->", *map(repr, texts[:G]), sep="\n")
+
+# %%
 plt.figure(figsize=(7, 3))
-logp = rollout.logp.masked_fill(~rollout.completion_mask, float("nan"))        # (N, T)
-plt.imshow(logp, aspect="auto", vmin=-8, vmax=0)
+plt.imshow(rollout.logp.where(mask, torch.nan), aspect="auto", vmin=-8, vmax=0)
 plt.colorbar(label="log-prob (0: certain)")
 for first in range(G, N, G):
     plt.axhline(first - 0.5, color="red")       # another prompt
@@ -99,10 +100,11 @@ picture("2_rollout", "token of the completion", "rollout")
 # Each completion gets a reward. Its advantage is its distance from the mean of its group, in
 # standard deviations of the group: $A_i = (r_i - \mathrm{mean}) / \mathrm{std}$. So the advantages
 # of each prompt add up to 0. (`nano.py` divides by the standard deviation of the whole batch, which
-# is a setting here: `--scale_rewards=batch`.)
+# is a setting here: `--scale_rewards=batch`. The 1e-4 in the divisor, there and here, keeps equal
+# rewards from 0 / 0.)
 
 # %%
-scores = grpo.all_scores(setup.reward_funcs, asked, texts, cfg)                  # (N, K)
+scores = grpo.all_scores(setup.reward_funcs, asked, texts, cfg)      # (N, K) of K functions: here 1
 rewards = grpo.total_reward(scores, cfg.reward_weights, G)                      # (N,)
 print("rewards of the first prompt:", [f"{x:.3f}" for x in rewards[:G]])
 print("standard deviations:", [f"{x:.3f}" for x in rewards.view(-1, G).std(1)])
@@ -135,7 +137,7 @@ picture("3_advantages", "rollouts of each prompt", "advantage")
 # 1 + epsilon. Where the curve is flat, a token has moved far enough and is left alone.
 #
 # **Write** (medium): the objective of each `ratio` (n, 1) for both advantages `A` (2,). Their
-# product is a table (n, 2). You need `torch.min` and `clamp`.
+# product is a table (n, 2). You need `torch.min`, `clamp` and `cfg.epsilon`.
 
 # %%
 ratio = torch.linspace(0, 3, 101)[:, None]                                      # (n, 1)
@@ -146,21 +148,26 @@ judge_objective(objective, ratio, A, cfg)
 # %%
 plt.figure(figsize=(5, 3))
 for a in A:
-    curve = clipped_objective(ratio, ratio.log(), a.expand(len(ratio)), cfg)
+    # None: the log-probs, which the clip does not look at, and further objectives do
+    curve = clipped_objective(ratio, None, a.expand(len(ratio)), cfg)
     plt.plot(ratio, curve, label=f"advantage {a:+g}")
 picture("4_clip", f"ratio = policy / sampler; epsilon = {cfg.epsilon}", "objective")
 
 # %% [markdown]
 # ## 5. The step
-# `grpo.collect` does sections 2 and 3 in one call. Then: loss, backward, optimizer step. `setup`
-# has the models and the optimizer, `cfg` the settings, `step` the rows that the step is on. The
-# loss is minus the mean of the objective over all tokens. The policy still is the sampler, so all
-# ratios are 1, and the loss is minus the mean of the advantages. In a group they cancel but for
-# completions of another length: the loss is near 0. Its gradient is not.
+# `grpo.collect` does sections 2 and 3 in one call. Then: loss, backward, optimizer step. `step`
+# says which rows the step is on: all.
+#
+# `loss_of` gives tables (N, T) of all tokens, `loss.logp` and `loss.ratio`, and numbers:
+# `loss.policy` is minus the mean of the objective over all tokens, `loss.kl` the part of section 7
+# (0 here), and `loss.total` their sum.
+#
+# The policy still is the sampler, so all ratios are 1, and the loss is minus the mean of the
+# advantages over all tokens. The advantages of a group add up to 0. But one of a long completion
+# counts for more tokens, so the loss is not quite 0. Its gradient is far from 0.
 
 # %%
 batch = grpo.collect(setup, prompts, cfg, seed=2)
-mask = batch.loss_mask                          # (N, T) tokens of completions, not padding
 step = next(grpo.optimizer_steps(batch, cfg, seed=1))       # all rows of the batch
 start = {name: x.clone() for name, x in setup.policy.state_dict().items()}
 loss = loss_of(setup, setup.policy, batch, step.rows, step, cfg)
@@ -173,6 +180,8 @@ change = (after.logp - batch.rollout.logp).sum(1)                               
 print(f"ratio {float(loss.ratio.mean()):.6f}, loss {float(loss.total.detach()):+.6f}")
 print(f"likelier although below average: {int(((change > 0) & (batch.advantages < 0)).sum())} of "
       f"{int((batch.advantages < 0).sum())} rollouts")
+
+# %%
 plt.figure(figsize=(5, 3))
 plt.scatter(batch.advantages, change, color=colors)
 plt.axhline(0, color="grey")
@@ -193,14 +202,10 @@ picture("5_step", "advantage", "change of log-prob")
 
 # %%
 loss = loss_of(setup, setup.policy, batch, step.rows, step, cfg)
-ratio = loss.ratio[mask].detach()                                               # (M,) of all tokens
-plt.figure(figsize=(5, 3))
-plt.hist(ratio.log2(), bins=30)
-plt.axvspan(*torch.tensor(cfg.clip_range).log2(), color="black", alpha=0.2, label="1 ± epsilon")
+ratio = loss.ratio[mask]                                                        # (M,) of all tokens
 low, high = cfg.clip_range
 print(f"ratios from {ratio.min():.2f} to {ratio.max():.2f}; outside the clip's range are "
       f"{int(((ratio < low) | (ratio > high)).sum())} of {len(ratio)} tokens")
-picture("6_ratios", "log2 of the ratio (1: twice as likely as when it was sampled)", "tokens")
 
 # %% [markdown]
 # One step is enough to take many tokens out of the clip's range.
@@ -220,12 +225,19 @@ def pull_of(how):
     return loss.ratio[mask], -slope[mask] * step.num_tokens
 
 
+def pulls():
+    """Ratio, pull with the clip, and pull without it (M,), and which tokens the clip holds."""
+    (ratio, pull), (_, free) = pull_of(cfg), pull_of(no_clip)
+    return ratio, pull, free, (pull == 0) & (free != 0)
+
+
 no_clip = replace(cfg, epsilon=1e9)
-ratio, pull = pull_of(cfg)
-_, free = pull_of(no_clip)
-held = (pull == 0) & (free != 0)
+ratio, pull, free, held = pulls()
 print(f"the clip holds {int(held.sum())} of {len(ratio)} tokens")
+
+# %%
 plt.figure(figsize=(7, 3.5))
+plt.axvspan(low, high, color="black", alpha=0.1, label="1 ± epsilon")
 plt.scatter(ratio, free, facecolors="none", edgecolors="grey", label="without the clip")
 plt.scatter(ratio[~held], pull[~held], s=12, label="with the clip")
 plt.scatter(ratio[held], pull[held], s=12, color="red", label="held: pull 0")
@@ -251,7 +263,7 @@ def restart():
 def gains_of(how):
     """What each of the M tokens has gained, in units of its advantage's size."""
     loss = loss_of(setup, setup.policy, batch, step.rows, step, how)
-    now, before = (clipped_objective(ratio, ratio.log(), batch.advantages, how)[mask].detach()
+    now, before = (clipped_objective(ratio, None, batch.advantages, how)[mask]
                    for ratio in (loss.ratio, torch.ones_like(loss.ratio)))
     return (now - before)[before != 0] / before[before != 0].abs()
 
@@ -292,7 +304,8 @@ picture("6_gain", "steps on the same rollouts", "largest gain of a token")
 # ## 7. How far from the reference?
 # The reward counts one letter. Nothing says that sentences stay sentences. So GRPO can hold the
 # policy near the **reference**, the policy before training. At a place in a text their distance is
-# the KL divergence, a sum over all tokens $v$ that could come next:
+# the KL divergence, a sum over all tokens $v$ that could come next (in nats, the unit of a natural
+# logarithm):
 #
 # $$\mathrm{KL} = \sum_v \pi(v) \log \frac{\pi(v)}{\pi_\mathrm{ref}(v)}$$
 #
@@ -322,27 +335,27 @@ def both():
     return [x.log_softmax(-1) for x in logits]
 
 
-def exact_kl():
-    """The mean KL of the M places."""
+def over_draws():
+    """The exact KL, and of each estimate over all draws: the mean, the standard deviation of one
+    draw, how often it is negative, and how often it is off by less than the KL."""
     p, q = both()
-    return (p.exp() * (p - q)).sum(1).mean()
+
+    def mean(x):
+        return float((p.exp() * x).sum(1).mean())
+
+    exact, found = mean(p - q), {}
+    for name in ("k1", "k2", "k3"):
+        k = kl_estimate(p, q, name)                                             # (M, V)
+        std = (mean(k ** 2) - mean(k) ** 2) ** 0.5
+        found[name] = mean(k), std, mean(k < 0), mean((k - exact).abs() < exact)
+    return exact, found
 
 
-def expected(name):
-    """Of an estimate over all draws: the mean, the standard deviation of one draw, and how often it
-    is negative."""
-    p, q = both()
-    k = kl_estimate(p, q, name)                                                 # (M, V)
-    mean, square, negative = (
-        (p.exp() * x).sum(1).mean() for x in (k, k ** 2, (k < 0).float()))
-    return mean, (square - mean ** 2) ** 0.5, negative
-
-
-print(f"exact KL {exact_kl():.3f} nats per token, {int(drawn.sum())} places")
-for name in ("k1", "k2", "k3"):
-    mean, std, negative = expected(name)
+exact, found = over_draws()
+print(f"exact KL {exact:.3f} nats per token, {int(drawn.sum())} places")
+for name, (mean, std, negative, near) in found.items():
     print(f"{name}: mean over all draws {mean:.3f}; standard deviation of one draw {std:.1f}; "
-          f"negative {negative:.0%}")
+          f"negative {negative:.0%}; off by less than the KL {near:.0%}")
 
 # %%
 logp = fresh.logp[drawn]                                                        # (M,)
@@ -357,26 +370,14 @@ plt.ylim(-1.5, 2)
 picture("7_kl", "d = log-prob by the reference less log-prob by the policy", "estimate of the KL")
 
 # %% [markdown]
-# Each dot is a token that was drawn. A single estimate is off by several times the KL. The mean of
-# k1 and that of k3 over all draws are the KL, to the last digit. That of k2 is not; it comes near
-# if both policies are close.
+# Each dot is a token that was drawn. The mean of k1 and that of k3 over all draws are the KL, to
+# the last digit. That of k2 is not; it comes near if both policies are close. A draw of k3 is
+# nearly always off by less than the KL, a draw of k1 seldom. All the same the standard deviation
+# of k3 is the larger one: where the reference finds a token many times as likely as the policy
+# does, $e^d$ is huge. The policy seldom draws such a token, but then the estimate is far off.
 #
-# GRPO adds beta times k3 to the loss of each token. What does that do? Take a step on this part of
-# the loss alone.
-
-# %%
-how = replace(many, beta=1.0)
-batch_kl = grpo.collect(setup, prompts, how, seed=3)
-whole = next(grpo.optimizer_steps(batch_kl, how, seed=1))
-loss = loss_of(setup, setup.policy, batch_kl, whole.rows, whole, how)
-before = exact_kl()
-setup.optimizer.state.clear()
-loss.kl.backward()
-setup.optimizer.step()
-setup.optimizer.zero_grad()
-print(f"exact KL before a step on the KL alone {before:.3f}, after it {exact_kl():.3f}")
-
-# %% [markdown]
+# GRPO adds beta times k3 to the loss of each token. Section 8 shows what that does.
+#
 # **Try 5** (hard): `take_steps(1, cfg)` in place of `take_steps(3, cfg)`, so that both policies are
 # closer. Is k2 off by a larger or by a smaller share of the KL then, and why?
 #
@@ -397,7 +398,7 @@ def learn(how):
     for it in range(ITERATIONS):
         batch = grpo.collect_iteration(setup, it, how)
         ref_logp = grpo.reference_logprobs(setup, batch.rollout, how).detach()
-        kl = kl_estimate(batch.rollout.logp, ref_logp, "k3")[batch.loss_mask].mean()
+        kl = kl_estimate(batch.rollout.logp, ref_logp, "k3")[batch.rollout.sampled_mask].mean()
         curve.append([batch.rewards.mean(), kl])
         grpo.update(setup, batch, None, how, seed=it)
     written = grpo.sample_completions(setup, setup.policy, prompts, cfg, seed=2).texts
@@ -472,8 +473,9 @@ print(f"answer 2: {prompts[least].text!r}, of standard deviation {spread[least]:
       f"{divided:.1%} of all advantage, undivided {plain:.1%}")
 
 # %% [markdown]
-# **3.** Words with few letters e, or nothing at all: what is better than the rest of its group
-# becomes less likely. (The other sign of the reward does the same, so no file is edited here.)
+# **3.** What has few letters e: words without one, or on some machines an end token at once. What
+# is better than the rest of its group becomes less likely. (The other sign of the reward does the
+# same, so no file is edited here.)
 
 # %%
 curve, written = learn(replace(cfg, reward_weights=[-1.0]))
@@ -487,8 +489,7 @@ print(f"answer 3: flipped: the share of e goes from {-curve[:3, 0].mean():.3f} t
 # %%
 for rate in (cfg.learning_rate, cfg.learning_rate / 20):
     take_steps(1, replace(cfg, learning_rate=rate))
-    (ratio, pull), (_, free) = pull_of(cfg), pull_of(no_clip)
-    held = (pull == 0) & (free != 0)
+    ratio, _, _, held = pulls()
     print(f"answer 4: learning rate {rate:g}: the clip holds {int(held.sum())} of {len(ratio)} "
           f"tokens, ratios from {ratio.min():.2f} to {ratio.max():.2f}")
 
@@ -500,9 +501,8 @@ for rate in (cfg.learning_rate, cfg.learning_rate / 20):
 # %%
 for count in (1, 3):
     take_steps(count, cfg)
-    exact = exact_kl()
-    off = ", ".join(f"{name} by {float((expected(name)[0] / exact - 1).abs()):.0%}"
-                    for name in ("k1", "k2", "k3"))
+    exact, found = over_draws()
+    off = ", ".join(f"{name} by {abs(mean / exact - 1):.0%}" for name, (mean, *_) in found.items())
     print(f"answer 5: after {count} steps the exact KL is {exact:.4f}, and off are {off}")
 
 # %% [markdown]
@@ -515,7 +515,8 @@ print(f"answer 6: beta 1.0: {ends_of(curve)}", *map(repr, written), sep="\n")
 
 # %% [markdown]
 # **7.** Words with the letter o, whatever they mean. The rule knows nothing of sentences, so the
-# policy repeats the words that pay most.
+# policy repeats the words that pay most. A word without an o may still be drawn: thousands of words
+# are next to impossible each, but not all together.
 
 # %%
 setup.reward_funcs = {"reward": lambda prompts, completions, **more: [

@@ -114,7 +114,7 @@ class Fault(NamedTuple):
 FAULTS = [
     Fault(
         "It learns, but not from all that it writes.",
-        "advantage", "grpo.py",
+        "loss", "grpo.py",
         "    loss_mask = rollout.sampled_mask\n",
         "    loss_mask = rollout.sampled_mask & rollout.sampled_mask.roll(-1, 1)\n",
         "The end token is sampled like any other. Without loss on it the policy is never told that "
