@@ -249,4 +249,4 @@ FAULTS = [
         "the target, although both want the same reward. tracin/positive_ratio is below 0.3.",
         mean_influence_below_0,
         (("tracin.py", "value = (r - r.mean()) / (r.std() + 1e-4)"),
-         ("tracin.py", "scalar = (coef[rows].view(len(rows), -1) * ratio).sum()")), INFLUENCE)]
+         ("tracin.py", "return (coef[rows].view(len(rows), -1) * ratio).sum()")), INFLUENCE)]
