@@ -11,7 +11,7 @@ from rollout import Sampling
 from run.checkpoint import append_rows
 from run.flags import problems_of_evaluation
 from run.inputs import makes_another_evaluation, makes_another_iteration, since_change
-from run.metrics import batch_metrics, rollout_toxicity
+from run.metrics import batch_metrics, num_tokens, rollout_toxicity
 from run.report import (
     StepLog, Warned, print_influence, print_iteration, print_phases, print_warnings, reward_of)
 
@@ -150,7 +150,7 @@ class Log:
         """The StepLog of an iteration that begins."""
         if self.began is None:
             self.began = time.monotonic()
-        return StepLog(self.setup.device, self.cfg.micro_batch_size, self.cfg.log_micro)
+        return StepLog(self.setup.device, self.cfg.log_micro)
 
     def epoch(self, it):
         """Passes over the prompts, where all come in turn."""
@@ -174,8 +174,8 @@ class Log:
         cfg = self.cfg
 
         # all that is known of the iteration
-        seconds = log.finished()
-        self.num_tokens += log.num_tokens
+        seconds = sum(log.seconds.values())
+        self.num_tokens += num_tokens(batch)
         m = {"iteration": it + 1, **metrics, **batch_metrics(batch, cfg),
              "learning_rate": self.setup.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,

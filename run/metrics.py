@@ -19,8 +19,7 @@ from loss import objective_of
 from tape import cosine, inner
 from tracin import target_coefficients
 
-
-PER_STEP = 0    # as a count: the sum is divided by the number of steps, being part of a mean
+PER_STEP = 0    # in place of a count: divide the sum by the number of steps
 
 
 def units_of(loss):
@@ -232,6 +231,13 @@ def tokens_to_learn(rollout, cfg):
     if cfg.mask_truncated_completions:
         return rollout.sampled_mask & rollout.ended[:, None]
     return rollout.sampled_mask
+
+
+def num_tokens(batch):
+    """Tokens in the prompts and completions that an iteration has sampled, without padding."""
+    sampled = batch.everything
+    in_prompts = sum(len(prompt.ids) for prompt in sampled.prompts)
+    return in_prompts + int(sampled.rollout.completion_mask.sum())
 
 
 def reward_metrics(everything, cfg):

@@ -20,79 +20,51 @@ def dimmed(text):
     return text if plain else f"\033[2m{text}\033[0m"
 
 
+# phase of an iteration: its line. What has none is booked alone
+LINES = {
+    "sample": "[Micro 0] 2. Samples generated",
+    "score": "[Micro 0] 3. Samples scored",
+    "reference": "[Micro 0] Reference's log-probs",
+    "held-out": "[Micro 0] Held-out rollouts sampled and scored",
+    "KL share": "[Micro 0] KL's share of the gradient",
+    "influence": "Influence scored",
+    "update": "5. Optimizer step finished"}
+
+
 class StepLog:
     """Where the time of an iteration goes: seconds by phase, and lines inside the iteration with
-    the memory in use and the time since the last line. Both wait for the GPU, to time finished
-    work. on: False prints nothing, and waits only at the end of a phase."""
+    the memory in use and the time since the last line. Both wait for a GPU, to time finished work.
+    on: False prints nothing, and waits only at the end of a phase."""
 
-    def __init__(self, device, micro_batch_size, on):
+    def __init__(self, device, on):
         self.device = device
-        self.micro_batch_size = micro_batch_size
         self.on = on
         self.micro = 0
-        self.num_tokens = 0     # in prompts and completions, without padding
         self.num_sampled = 0    # tokens that the policy sampled, in held-out rollouts too
         self.seconds = {}       # {phase: seconds so far}
-        self.start = time.monotonic()
-        self.last = self.start          # when the last line was printed
-        self.booked = self.start        # when the last phase ended
+        self.start = self.last_line = self.last_end = self.now()
         self.line("[Micro 0] 1. Iteration start")
 
-    def wait(self):
-        """A GPU works on while Python runs ahead."""
+    def now(self):
+        """The time, once a GPU has done its work: it works on while Python runs ahead."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        return time.monotonic()
 
-    def end(self, phase):
-        """Book the time since the last end for this phase."""
-        self.wait()
-        now = time.monotonic()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + max(0.0, now - self.booked)
-        self.booked = now
+    def end(self, phase, rewards=None):
+        """Book the time since the last end for a phase, and print its line."""
+        now = self.now()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last_end
+        self.last_end = now
+        if self.on and phase in LINES:
+            values = "" if rewards is None else (
+                f", rewards={rewards.nanmean():.4f}±{std(rewards):.4f}")
+            self.line(LINES[phase], values, is_last=phase == "update")
 
-    def generated(self, rollout):
-        # prompts and completions, without padding. Both in one transfer, which waits for a GPU
-        padding = (~rollout.completion_mask).sum()      # attention_mask is True there
-        tokens = rollout.attention_mask.sum() - padding
-        tokens, sampled = torch.stack([tokens, rollout.sampled_mask.sum()]).tolist()
-        self.num_tokens += tokens
-        self.num_sampled += sampled
-        num_rows = len(rollout.ended)
-        shared = num_rows > self.micro_batch_size
-        note = f" ({num_rows} rows for all micro-batches)" if shared else ""
-        self.end("sample")
-        self.line(f"[Micro 0] 2. Samples generated{note}")
-
-    def scored(self, rewards):
-        self.end("score")
-        if self.on:
-            values = f", rewards={rewards.nanmean():.4f}±{std(rewards):.4f}"
-            self.line("[Micro 0] 3. Samples scored", values)
-
-    def referred(self, cfg):
-        """The reference's log-probs, if it is used, and the advantages are computed."""
-        self.end("reference" if cfg.beta else "advantage")
-        if cfg.beta:
-            self.line("[Micro 0] Reference's log-probs")
-
-    def held_out(self, rollout):
-        """Rollouts of held-out prompts were sampled and scored."""
+    def sampled(self, rollout, phase="sample"):
+        """A phase ends in which a Rollout was sampled."""
         self.num_sampled += int(rollout.sampled_mask.sum())
-        self.end("held-out")
-        self.line(f"[Micro 0] Held-out rollouts sampled and scored ({len(rollout.ended)} rows)")
-
-    def compared_kl(self):
-        self.end("KL share")
-        self.line("[Micro 0] KL's share of the gradient")
-
-    def recorded(self):
-        """The passes of a step are done; what follows is influence."""
-        self.end("update")
-
-    def chosen(self):
-        """Influence chose the rows of a step."""
-        self.end("influence")
-        self.line("Influence scored")
+        self.end(phase)
 
     def loss(self, loss):
         """loss: loss.Loss, which is read only if the line is printed."""
@@ -111,34 +83,22 @@ class StepLog:
             self.line(f"[Micro {self.micro}] 4. Loss computed", values)
             self.micro += 1
 
-    def stepped(self):
-        self.end("update")
-        self.line("5. Optimizer step finished", last=True)
-
-    def finished(self):
-        """Seconds of the iteration, all of its phases."""
-        self.end("update")      # a reference that follows the policy
-        return sum(self.seconds.values())
-
-    def line(self, text, values="", last=False):
+    def line(self, text, values="", is_last=False):
+        """Print a line with the time since the last one; at the end of an iteration also since its
+        start."""
         if not self.on:
             return
-
-        # of finished work
-        self.wait()
-        now = time.monotonic()
-
-        # time since the last line, and at the end of the iteration also since its start
-        spent = f"time={now - self.last:.3f}s"
-        if last:
-            spent = f"step={now - self.last:.3f}s, time={now - self.start:.3f}s total"
+        now = self.now()
+        spent = f"time={now - self.last_line:.3f}s"
+        if is_last:
+            spent = f"step={now - self.last_line:.3f}s, time={now - self.start:.3f}s total"
         used = memory(self.device)
         mem = "" if used is None else f"mem={used / 2 ** 20:.0f} MB, "
         print(dimmed(f"{text}: {mem}{spent}{values}"))
-        self.last = now
+        self.last_line = now
 
 
-silent_log = StepLog(torch.device("cpu"), micro_batch_size=0, on=False)
+silent_log = StepLog(torch.device("cpu"), on=False)
 
 
 def loss_in_parts(m):

@@ -59,6 +59,8 @@ def test_metrics_of_a_batch():
         "entropy": mean(x for row, n in zip(r.entropy.tolist(), lengths) for x in row[:n]),
         "rewards/b/mean": mean(x for x in batch.scores[:, 1].tolist() if not math.isnan(x)),
         "rewards/silent/mean": math.nan})
+    padded = sum(r.attention_mask.flatten().tolist()) - sum((~r.completion_mask).flatten().tolist())
+    assert metrics.num_tokens(batch) == padded, "padding counts, or a token does not"
 
 
 def negative_kl(loss_of):

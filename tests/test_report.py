@@ -53,10 +53,10 @@ FOUR_ROWS = SimpleNamespace(ended=torch.ones(4), **dict.fromkeys(
 # how each line begins, and the numbers that it must hold, whatever its words
 NUMBERED = """
 [Micro 0] 1. | 812 | 0.000
-[Micro 0] 2. | 812 | 1.500 | 4
+[Micro 0] 2. | 812 | 1.500
 [Micro 0] 3. | 812 | 0.250 | 0.5000 | 0.3536
 [Micro 0] Ref | 812 | 0.125
-[Micro 0] Held | 812 | 4.000 | 4
+[Micro 0] Held | 812 | 4.000
 [Micro 0] 4. | 812 | 0.500 | -0.012345 | 0.020000 | 0.001234 | -0.011111
 [Micro 1] 4. | 812 | 0.000 | 0.250000 | 2.000000 | 0.300000 | 0.000000 | 2.250000
 Influence | 812 | 2.000
@@ -66,26 +66,27 @@ Influence | 812 | 2.000
 
 def test_the_numbered_lines_have_memory_times_scores_and_losses(clock):
     def iteration(on):
-        log = StepLog(CPU, micro_batch_size=2, on=on)
+        log = StepLog(CPU, on)
         clock.time += 1.5
-        log.generated(FOUR_ROWS)
+        log.sampled(FOUR_ROWS)
         clock.time += 0.25
-        log.scored(torch.tensor([0.25, 0.75, math.nan]))
+        log.end("score", torch.tensor([0.25, 0.75, math.nan]))
         clock.time += 0.125
-        log.referred(Settings(beta=0.1))
+        log.end("reference")
         clock.time += 4
-        log.held_out(FOUR_ROWS)
+        log.sampled(FOUR_ROWS, "held-out")
         clock.time += 0.5
         log.loss(a_loss(policy=-0.012345, kl=0.001234, kl_by_token=[0.03, 0.01, 9.0]))
         log.loss(a_loss(policy=0.5, entropy=-0.25, critic=2.0, kl_in_reward=[0.2, 0.4, 9.0]))
-        log.recorded()
+        log.end("record")
         clock.time += 2
-        log.chosen()
+        log.end("influence")
         clock.time += 1.0
-        log.stepped()
+        log.end("update")
         clock.time += 0.25
+        log.end("sync")
         logs.append(log)
-        assert log.finished() == clock.time - log.start, "the phases do not add up"
+        assert sum(log.seconds.values()) == clock.time - log.start, "the phases do not add up"
 
     logs = []
     lines = printed(iteration, True).splitlines()
@@ -96,9 +97,9 @@ def test_the_numbered_lines_have_memory_times_scores_and_losses(clock):
     assert printed(iteration, False) == "", "it was turned off"
     for log in logs:
         assert log.num_sampled == 16, "tok/s is of held-out rollouts, too, which take time"
-        assert log.num_tokens == 8, "num_tokens is not"
-        assert log.seconds == {"sample": 1.5, "score": 0.25, "reference": 0.125, "held-out": 4.0,
-                               "update": 1.75, "influence": 2.0}, "time is booked elsewhere"
+        assert log.seconds == {
+            "sample": 1.5, "score": 0.25, "reference": 0.125, "held-out": 4.0, "record": 0.5,
+            "influence": 2.0, "update": 1.0, "sync": 0.25}, "time is booked elsewhere"
 
 
 def test_lines_are_dim_on_a_terminal_alone(monkeypatch):

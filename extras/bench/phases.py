@@ -23,6 +23,9 @@ PEAKS = {
     "RTX 3090": (936, 71, 35.6), "RTX A6000": (768, 154.8, 38.7), "T4": (320, None, 8.1)}
 
 PHASES = ("sampling", "reward", "reference", "held_out", "loss", "influence", "step")
+# phase of a StepLog: the same here
+NAMES = {"sample": "sampling", "score": "reward", "advantage": "reference", "record": "loss",
+         "update": "step"}
 
 
 class Clock(StepLog):
@@ -30,34 +33,19 @@ class Clock(StepLog):
     at the end of a phase."""
 
     def __init__(self, setup, cfg):
-        super().__init__(setup.device, cfg.micro_batch_size, on=False)
+        super().__init__(setup.device, on=False)
         self.influence = cfg.tracin != "off"
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.last = now(setup.device)
 
-    def end(self, phase):
+    def end(self, phase, rewards=None):
         """Book the time since the last end for this phase."""
         time_now = now(self.device)
-        self.seconds[phase] += time_now - self.last
+        self.seconds[NAMES.get(phase, phase)] += time_now - self.last
         self.last = time_now
-
-    def generated(self, rollout):
-        self.end("sampling")
-
-    def scored(self, rewards):
-        self.end("reward")
-
-    def referred(self, cfg):
-        self.end("reference")
 
     def loss(self, loss):
         self.end("loss")
-
-    def recorded(self):
-        self.end("loss")
-
-    def chosen(self):
-        self.end("influence")
 
     def watch(self, step, grad_norm):
         """Before a step: influence has chosen its rows, or the gradient has been clipped."""
