@@ -23,7 +23,6 @@ with exit_codes(), optional("matplotlib"):      # without it: one line
     import matplotlib
     import numpy as np
     from matplotlib.figure import Figure
-    from matplotlib.textpath import TextPath
     from matplotlib.ticker import MaxNLocator
 
 PANELS = [  # title, log, metric
@@ -39,9 +38,9 @@ PANELS = [  # title, log, metric
     ("share with\npositive influence", "metrics", "tracin/positive_ratio"),
     ("cosine of the\ntarget's two halves", "metrics", "tracin/target_cosine")]
 WIDTH = 6.6     # inches; three panels can still be read on a phone
-FONT_SIZE = 10
-LOOK = {"font.size": FONT_SIZE, "axes.grid": True, "grid.color": "0.9", "lines.markersize": 3.5,
-        "axes.titlesize": FONT_SIZE, "svg.fonttype": "none"}
+LETTERS = 42    # of a run's name that fit into WIDTH, whatever letters they are
+LOOK = {"font.size": 10, "axes.grid": True, "grid.color": "0.9", "lines.markersize": 3.5,
+        "axes.titlesize": 10, "svg.fonttype": "none"}
 # ten colours, each with its own marker; the next ten runs have dashed lines, and so on
 MARKERS = "osD^v<>pX*"
 DASHES = ("-", "--", ":", "-.")
@@ -79,48 +78,23 @@ def panels_of(flag, groups):
     logs, separated by commas; a number or "" gives all PANELS."""
     if not flag or flag.isdecimal():
         return PANELS
-    titles = {metric: title for title, _, metric in PANELS}
-    logs = {name: log for runs in groups.values() for run in runs
-            for log in ("eval", "metrics") for row in run[log][:1] for name in row}
-    logs |= {metric: log for _, log, metric in PANELS}
-    panels = []
+    known = {name: (name, log, name) for runs in groups.values() for run in runs
+             for log in ("eval", "metrics") for row in run[log][:1] for name in row}
+    known |= {panel[2]: panel for panel in PANELS}
     for name in flag.split(","):
-        if name not in logs:
+        if name not in known:
             raise BadInput(f"--panels={flag}: {name!r} is in no log; a number, or names from: "
-                           f"{', '.join(sorted(logs))}")
-        panels.append((titles.get(name, name), logs[name], name))
-    return panels
+                           f"{', '.join(sorted(known))}")
+    return [known[name] for name in flag.split(",")]
 
 
-def draw_runs(groups, flag=""):
-    """Draw the panels that have data -> Figure. groups: from groups_of. flag: the value of
-    --panels, a number for the first so many, or names (see panels_of)."""
-    panels = []
-    for title, log, metric in panels_of(flag, groups):
-        curves = [curves_of(runs, log, metric) for runs in groups.values()]
-        if not all(np.isnan(y).all() for _, y in curves):
-            panels.append((title, log, curves))
-    if flag.isdecimal():
-        panels = panels[:int(flag)]
-    if not panels:
-        raise BadInput(f"{', '.join(groups)}: nothing to draw yet; wait for the first iteration")
-    names, names_in_row = legend_names(groups)
-    lines_of_names = sum(1 + name.count("\n") for name in names[::names_in_row])
-    columns = min(len(panels), 3)
-    rows = math.ceil(len(panels) / columns)
-    height = 0.4 + 0.2 * lines_of_names + 2.0 * rows
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    for place, (title, log, curves) in enumerate(panels, 1):
-        ax = figure.add_subplot(rows, columns, place, title=title)
-        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
-        for number, (x, y) in enumerate(curves):
-            draw_curve(ax, x, y, number, all_marked=log == "eval")
-        if log == "eval":
-            start_at_zero(ax, [y for _, y in curves])
-    figure.supxlabel("iteration", fontsize=FONT_SIZE)
-    figure.legend(figure.axes[0].lines, names, loc="outside upper left", ncols=names_in_row,
-                  frameon=False)
-    return figure
+def curves_of(runs, log, metric):
+    """The iterations that all runs have, and their values (runs, iterations). Skip runs without
+    this log."""
+    runs = [run for run in runs if run[log]] or runs
+    curves = [{row["iteration"]: row.get(metric) for row in run[log]} for run in runs]
+    x = [it for it in curves[0] if all(it in curve for curve in curves)]
+    return x, np.array([[curve[it] for it in x] for curve in curves], float)    # None: NaN
 
 
 def draw_curve(ax, x, y, number, all_marked):
@@ -138,38 +112,44 @@ def draw_curve(ax, x, y, number, all_marked):
         ax.fill_between(x, y.min(0), y.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
 
 
-def start_at_zero(ax, values):
-    """Let the y axis begin at 0, or below the least value if that is negative."""
-    known = np.concatenate([y[~np.isnan(y)] for y in values])
-    low = min(0, known.min())
-    high = max(0, known.max())
-    room = 0.1 * (high - low) or 1
-    ax.set_ylim(low - room if low < 0 else 0, high + room)
+def draw_runs(groups, flag=""):
+    """Draw the panels that have data -> Figure. groups: from groups_of. flag: the value of
+    --panels, a number for the first so many, or names (see panels_of)."""
+    # what there is to draw
+    panels = []
+    for title, log, metric in panels_of(flag, groups):
+        curves = [curves_of(runs, log, metric) for runs in groups.values()]
+        if not all(np.isnan(y).all() for _, y in curves):
+            panels.append((title, log, curves))
+    if flag.isdecimal():
+        panels = panels[:int(flag)]
+    if not panels:
+        raise BadInput(f"{', '.join(groups)}: nothing to draw yet; wait for the first iteration")
 
+    # names of runs, three in a row if they are short. A plain $ would begin a formula
+    names = [textwrap.fill(" ".join(name.split()), LETTERS).replace("$", r"\$") for name in groups]
+    names_in_row = 3 if max(map(len, names)) <= LETTERS / 4 else 1
+    lines_of_names = sum(1 + name.count("\n") for name in names[::names_in_row])
 
-def legend_names(groups):
-    """(names that fit into the picture, how many of them fit side by side)."""
-    room = 72 * WIDTH - 5 * FONT_SIZE       # in points; the sample line and margins take the rest
-
-    def width(name):
-        return TextPath((0, 0), name, FONT_SIZE, usetex=False).get_extents().width
-
-    names = []
-    for name in groups:
-        name = " ".join(name.split()).replace("$", r"\$")       # a plain $ would begin a formula
-        least = math.floor(len(name) * min(1, room / width(name)))
-        names.append("\n".join(textwrap.wrap(name, max(1, least))))
-    longest = max(map(width, names))
-    return names, min(3, max(1, int(72 * WIDTH / (longest + 5 * FONT_SIZE))))
-
-
-def curves_of(runs, log, metric):
-    """The iterations that all runs have, and their values (runs, iterations). Skip runs without
-    this log."""
-    runs = [run for run in runs if run[log]] or runs
-    curves = [{row["iteration"]: row.get(metric) for row in run[log]} for run in runs]
-    x = [it for it in curves[0] if all(it in curve for curve in curves)]
-    return x, np.array([[curve[it] for it in x] for curve in curves], float)    # None: NaN
+    columns = min(len(panels), 3)
+    rows = math.ceil(len(panels) / columns)
+    height = 0.4 + 0.2 * lines_of_names + 2.0 * rows
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    for place, (title, log, curves) in enumerate(panels, 1):
+        ax = figure.add_subplot(rows, columns, place, title=title)
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
+        for number, (x, y) in enumerate(curves):
+            draw_curve(ax, x, y, number, all_marked=log == "eval")
+        if log == "eval":       # the y axis begins at 0, or below the least value
+            ax.margins(y=0.1)
+            ax.update_datalim([(0, 0)], updatex=False)
+            ax.autoscale_view()
+            if ax.dataLim.y0 == 0:
+                ax.set_ylim(bottom=0)
+    figure.supxlabel("iteration", fontsize=LOOK["font.size"])
+    figure.legend(figure.axes[0].lines, names, loc="outside upper left", ncols=names_in_row,
+                  frameon=False)
+    return figure
 
 
 def main(argv):
