@@ -609,11 +609,11 @@ MISTAKES = [
     *of("run/report.py", "test_notes.py::test_a_line_shows_what_a_note_asks_for"
         "[002: the KL beside it]",
         ("002, the KL in line 4: gone",
-         'values += f" kl={(kl * mask).sum() / mask.sum().clamp(min=1):.6f},"', "pass")),
+         'parts["kl"] = (kl * mask).sum() / mask.sum().clamp(min=1)', "pass")),
     *of("run/report.py", "test_notes.py::test_a_line_shows_what_a_note_asks_for"
         "[002: the loss in all]",
         ("002, the total in line 4: gone",
-         'values += f" beta*kl={loss.kl:.6f}, total={loss.total:.6f}"', "pass")),
+         ', "total": loss.total}', "}")),
     *of("run/report.py", "test_notes.py::test_the_values_of_a_critic_are_logged",
         ("002, the critic in the line: gone",
          'parts.append(f"critic {m[\'critic_loss\']:.4f}")', "pass")),

@@ -144,7 +144,7 @@ def test_a_micro_batch_waits_for_a_gpu_once(monkeypatch):
     cfg = settings(beta=0.1, micro_batch_size=3)
     setup, batch = world(cfg, reference=moved())
     step = next(optimizer_steps(batch, cfg, 1))
-    for log, expected in ((silent_log, 4), (StepLog(setup.device, 3, on=True), 8)):
+    for log, expected in ((silent_log, 4), (StepLog(setup.device, on=True), 8)):
         with Waits(monkeypatch) as waits:
             for loss, _ in losses(setup, setup.policy, batch, step, cfg):
                 loss.total.backward()
