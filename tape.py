@@ -6,8 +6,8 @@ Gradients of every row of a batch, exact on the whole model, from one backward p
         for numbers in torch.arange(n).split(8):
             tape.rows(numbers)
             loss_of(numbers).backward()     # the sum of the rows' losses, not their mean
-    target = tape.gradient(is_good)         # {parameter: tensor}: what .grad would have held of
-                                            # these rows alone, or of all with any weights (n,)
+    target = tape.gradient(is_good)         # {parameter: tensor}: what .grad would have held for
+                                            # these rows alone, or for all with any weights (n,)
     influence = tape.dot(target)            # (n,) the product of each row's gradient with it
     update = tape.gradient(influence > 0)   # the gradient of some rows
 
@@ -25,15 +25,12 @@ then, summed over tokens,
                 alone: the layer is computed again
 A matrix that is embedding and head (tied) has g_i = g_embedding + g_head, each against the same t.
 
-How a and b are seen: by hooks, so that the model stays as it is and may be anybody's. A forward
-hook keeps a layer's input and puts a hook on its output, which keeps b when the backward gets
-there. Weights are frozen while their layer runs, since the tape forms their gradients itself:
-autograd then skips a third of the work. A weight that still gets a gradient was used somewhere
-else, where the tape cannot see it, and is refused.
+Hooks see a and b, so any model works unchanged. A forward hook keeps a layer's input and puts a
+hook on its output, which keeps b when the backward gets there. Weights are frozen while their layer
+runs, since the tape forms their gradients itself: autograd then skips a third of the work. A weight
+that still gets a gradient was used somewhere else, where the tape cannot see it, and is refused.
 
-In the order of the file: gradients; the kinds of layers; records of a and b; the hooks that see
-them; the Tape, which keeps them; a check. It needs only torch and works on your own models. A
-gradient is {parameter: tensor}.
+The file needs only torch, and works on your own models. A gradient is {parameter: tensor}.
 """
 import functools
 import weakref
@@ -47,11 +44,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 # ------------------------------------------------------------------------------------------------
 # gradients {parameter: tensor}
-
-
-def refuse(name, why):
-    """End a forward or a backward that would give wrong numbers."""
-    raise ValueError(f"{name}: {why}")
 
 
 def add(g, h, factor=1):
@@ -76,53 +68,50 @@ def cosine(g, h):
 
 
 def wide(dtype):
-    """What sums are taken in."""
+    """The type in which sums of such numbers are taken."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def vector(b):
-    """(b, a) of a bias, or of a norm's weight, from its gradient by token: (k, .., C) -> (k, C)."""
-    g = b[:, None].flatten(1, -2).sum(1, dtype=wide(b.dtype))
+def formed(g):
+    """The pair (b, a) of a Record that holds each row's gradient itself, g (k, numel)."""
     return g, g.new_ones(len(g), 1)
 
 
-def linear(module, name, x, b):
-    if name == "bias":
-        return vector(b)
-    x = x.to(b.dtype)       # under autocast it computes in its output's dtype
-    return b.flatten(0, -2), x.flatten(0, -2)
+def vector(b):
+    """(b, a) of a bias, or of a norm's weight, from its gradient by token (k, .., C)."""
+    return formed(b[:, None].flatten(1, -2).sum(1, dtype=wide(b.dtype)))
 
 
-def embedding(module, name, x, b):
+def linear(module, x, b):
+    return b.flatten(0, -2), x.to(b.dtype).flatten(0, -2)   # autocast computes in b's type
+
+
+def embedding(module, x, b):
     padding = getattr(module, "padding_idx", None)
     if padding is not None:     # the embedding of this id gets no gradient
         b = b.masked_fill((x == padding)[..., None], 0)
     return x.flatten(), b.flatten(0, -2)
 
 
-def norm(module, name, x, b):
-    if name == "bias":
-        return vector(b)
+def norm(module, x, b):
     normalise = F.rms_norm if isinstance(module, nn.RMSNorm) else F.layer_norm
     return vector(b * normalise(x.to(wide(b.dtype)), module.normalized_shape, eps=module.eps))
 
 
-def turned(module, name, x, b):
-    pair = linear(module, name, x, b)
-    return pair if name == "bias" else pair[::-1]
+def turned(module, x, b):
+    return linear(module, x, b)[::-1]
 
 
-# To add a kind of layer, write a function of this kind. From the layer's input x and the gradient b
-# of its output it returns, for the parameter called `name`, the pair (b, a) of a Record
+# To add a kind of layer, write a function like these: from the layer's input x and the gradient b
+# of its output it returns the pair (b, a) of a Record for the layer's weight
 KINDS = {nn.Linear: linear, nn.Embedding: embedding, nn.LayerNorm: norm, nn.RMSNorm: norm,
          "transformers.pytorch_utils.Conv1D": turned}       # a Linear whose matrix is (in, out)
-PLAIN = {"max_norm": None, "scale_grad_by_freq": False}     # of an Embedding
 FORMED = 2 ** 27    # numbers that all rows' gradients of one parameter may have: 0.5 GB
 LISTS = (nn.ParameterList, nn.ParameterDict)
 
 
 def kind_of(module, trained):
-    """The function of KINDS for a layer, or None: see each_alone. A class of one's own says `kind =
+    """The function in KINDS for a layer, or None: see each_alone. A class of one's own says `kind =
     nn.Linear` if it computes the same as nn.Linear (model.Head)."""
     kind = getattr(module, "kind", type(module))
     several = len(getattr(module, "normalized_shape", [1])) > 1     # dimensions of a norm's weight
@@ -133,15 +122,15 @@ def kind_of(module, trained):
 
 def each_alone(module, name, inputs, b):
     """The gradient of one parameter by each row, (k, *p.shape), and the output of each row alone,
-    (k, ..), whatever the module computes. inputs: (args, kwargs) of its call, of which a row gets
-    its own entry of tensors (k, ..), and the rest. b (k, ..): the gradient of the output."""
+    (k, ..), whatever the module computes. inputs: (args, kwargs) of its call; a row gets its own
+    entry of each tensor (k, ..), and all of the rest. b (k, ..): the gradient of the output."""
     leaves, form = tree_flatten(inputs)
-    of_rows = [i for i, x in enumerate(leaves)
-               if torch.is_tensor(x) and x.dim() > 0 and len(x) == len(b)]
+    by_row = [i for i, x in enumerate(leaves)
+              if torch.is_tensor(x) and x.dim() > 0 and len(x) == len(b)]
 
     def product(p, of_row, b):
         given = list(leaves)
-        for i, x in zip(of_rows, of_row):
+        for i, x in zip(by_row, of_row):
             given[i] = x[None]
         args, kwargs = tree_unflatten(given, form)
         # a parameter of two names gets a gradient by each
@@ -150,7 +139,7 @@ def each_alone(module, name, inputs, b):
 
     p = attrgetter(name)(module).detach()
     alone = torch.func.grad(product, has_aux=True)
-    return torch.vmap(alone, in_dims=(None, 0, 0))(p, [leaves[i] for i in of_rows], b)
+    return torch.vmap(alone, in_dims=(None, 0, 0))(p, [leaves[i] for i in by_row], b)
 
 
 class Layer(NamedTuple):
@@ -159,42 +148,43 @@ class Layer(NamedTuple):
     trained: dict   # {its name in the layer: parameter}
 
 
+def refuse(name, why):
+    """End a forward or a backward that would give wrong numbers."""
+    raise ValueError(f"{name}: {why}")
+
+
 def trained_parameters(model):
     return {p: name for name, p in model.named_parameters() if p.requires_grad}
 
 
-def own_parameters(module):
-    """{name: parameter} of a module, and of the lists and dicts in it, which are never called."""
+def trained_of(module):
+    """{name: parameter} that a module itself trains, also in its lists and dicts, which are never
+    called."""
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     for name, child in module.named_children():
         if isinstance(child, LISTS):
             own |= child.named_parameters(name, recurse=False)
-    return own
+    return {name: p for name, p in own.items() if p.requires_grad}
 
 
 def trained_layers(model, num_rows):
     """{module: Layer} of those with trained parameters. ValueError for what the tape cannot do."""
     layers = {}
     for name, module in model.named_modules():
-        name = name or "model"
-        trained = {k: p for k, p in own_parameters(module).items() if p.requires_grad}
+        trained = trained_of(module)
         if not trained or isinstance(module, LISTS):
             continue
-        for option, value in PLAIN.items():
-            if getattr(module, option, value) != value:
-                refuse(name, f"{module} has {option} = {getattr(module, option)}, which changes "
-                             "more than its own rows: do without, or freeze the layer")
-        if any(p.is_complex() for p in trained.values()):
-            refuse(name, f"{module} has complex weights: freeze the layer")
+        layer = layers[module] = Layer(name or "model", kind_of(module, trained), trained)
+        if getattr(module, "max_norm", None) or getattr(module, "scale_grad_by_freq", False):
+            refuse(layer.name, f"{module}: max_norm and scale_grad_by_freq change more than a "
+                               "row's own gradient: do without, or freeze the layer")
         hooks = module._forward_hooks or module._forward_pre_hooks
         if hooks or any(p._backward_hooks for p in trained.values()):
-            refuse(name, "has a hook, which may change its output or gradient: remove it")
-        layer = Layer(name, kind_of(module, trained), trained)
+            refuse(layer.name, "has a hook, which may change its output or gradient: remove it")
         size = num_rows * max(p.numel() for p in trained.values())
         if layer.kind is None and size > FORMED:
-            refuse(name, f"{module} is no layer of tape.KINDS, so each row's gradient would be "
-                         f"formed, {size:,} numbers in all: freeze it, or add it there")
-        layers[module] = layer
+            refuse(layer.name, f"{module} is not in tape.KINDS, so each row's gradient would be "
+                               f"formed, {size:,} numbers in all: freeze it, or add it there")
     return layers
 
 
@@ -204,58 +194,55 @@ def trained_layers(model, num_rows):
 
 class Record(NamedTuple):
     """A parameter's gradient from one call of its layer: the sum of outer products b_t a_t^T over
-    its entries, which are tokens. An Embedding's matrix has a row for each id, so there the ids
-    take the place of b, and the gradient of the output that of a. Where g_i is formed its entries
-    are rows, b_t is g_i in a line, and a_t is 1."""
+    its entries t, which are tokens. An Embedding's matrix has a row for each id, so there the ids
+    take the place of b, and the gradient of the output takes the place of a. Where g_i is formed,
+    entries are rows, b_t is g_i in a line, and a_t is 1."""
     rows: Tensor    # (m,) the row of each entry
-    b: Tensor       # (m, out), or (m, numel); of an Embedding ids (m,) instead of one-hot vectors
+    b: Tensor       # (m, out), or (m, numel); for an Embedding ids (m,) instead of one-hot vectors
     a: Tensor       # (m, in), or 1 (m, 1)
-    version: int    # of both, which counts changes in place
-
-    def rounded(self, dtype):
-        """As an outer product under autocast is kept: a vocabulary head's b, V numbers a token, is
-        the largest record of all, and is no more exact than what it was computed from."""
-        if dtype is None or not self.b.is_floating_point() or self.a.shape[1] == 1:
-            return self
-        b = self.b.to(dtype)
-        a = self.a.to(dtype)
-        return self._replace(b=b, a=a, version=b._version + a._version)
+    version: int    # counts changes in place of both
 
 
 @functools.lru_cache(maxsize=2)
 def repeated(rows, times):
-    """Cached, so that layers share a tensor, which choose() then sees once."""
+    """Cached, so that layers share a tensor, whose rows are looked up once."""
     return rows.repeat_interleave(times)
 
 
-def needed(rows, b, a):
-    """The Record of those entries whose gradient is not 0. The others add nothing: padding and, in
-    the last block, most of the prompt. Copy only where some are left out. On a GPU all are kept,
-    as to count them is to wait for it."""
+def record_of(rows, b, a, dtype=None):
+    """The Record of those entries whose gradient is not 0, as an outer product in dtype. The others
+    add nothing: padding and, in the last block, most of the prompt. Copy only where some are left
+    out. On a GPU all are kept, as to count them is to wait for it."""
     of_entries = repeated(rows, len(a) // max(1, len(rows)))
     if a.device.type == "cpu":
         g = b if b.is_floating_point() else a
         here = g.any(1).nonzero()[:, 0]
         if len(here) < len(g):
             of_entries, b, a = (x[here] for x in (of_entries, b, a))
+
+    # under autocast a vocabulary head's b, V numbers a token, is the largest record of all, and was
+    # computed in half precision anyway
+    if dtype and b.is_floating_point() and a.shape[1] > 1:
+        b = b.to(dtype)
+        a = a.to(dtype)
     return Record(of_entries, b, a, b._version + a._version)
 
 
 def entries_by_row(rows, everyone):
-    """{tensor: [its entries of row 0, of row 1, ..]} of each tensor (m,) in a list. everyone: all
+    """{tensor: [its entries of row 0, of row 1, ..]} for each tensor (m,) in a list. everyone: all
     rows. A GPU is waited for once, however many there are."""
     if not rows:
         return {}
     # sorted by row, a row's entries are a slice
-    found = [x.sort(stable=True) for x in rows]
-    starts = torch.stack([torch.searchsorted(x.values, everyone) for x in found])
-    ends = torch.stack([torch.searchsorted(x.values, everyone, right=True) for x in found])
+    ordered = [x.sort(stable=True) for x in rows]
+    starts = torch.stack([torch.searchsorted(x.values, everyone) for x in ordered])
+    ends = torch.stack([torch.searchsorted(x.values, everyone, right=True) for x in ordered])
     counts = (ends - starts).tolist()
-    return {x: order.indices.split(n) for x, order, n in zip(rows, found, counts)}
+    return {x: order.indices.split(n) for x, order, n in zip(rows, ordered, counts)}
 
 
 def matrix_of(p, a):
-    """p (out, in), or (numel, 1) where a, of a Record of it, says that g_i is formed."""
+    """p (out, in), or (numel, 1) where a, from a Record of it, says that g_i is formed."""
     return p.view(-1, a.shape[1])
 
 
@@ -286,14 +273,12 @@ def products(b, a, target):
 # what the hooks call
 
 
-def outside(name, grad):
-    refuse(name, "used outside its layer, or in a compiled model, where the tape cannot see it")
+def in_backward():
+    return torch._C._current_graph_task_id() != -1
 
 
-def computed_again():
-    """Whether a forward is each_alone's, in a backward."""
-    in_backward = torch._C._current_graph_task_id() != -1
-    return in_backward and torch._C._are_functorch_transforms_active()
+def in_transform():
+    return torch._C._are_functorch_transforms_active()
 
 
 def observe_gradient(out, callback):
@@ -319,19 +304,19 @@ def version_of(inputs):
 class Call:
     """One call of a layer, to be recorded when the backward gets to it."""
 
-    def __init__(self, tape, layer, module, inputs, x, out):
+    def __init__(self, tape, module, inputs, x, out):
         # weak: whoever keeps a loss keeps its hooks, and with them this, but not all records
         self.tape = weakref.proxy(tape)
-        self.layer = layer
         self.module = module
+        self.layer = tape.layers[module]
         self.shape = tuple(x.shape)
         self.rows = tape.rows_of(module, x, out)    # (k,) of each entry of x's first dimension
-        # a layer of a known kind needs x alone, others all that they were given. None: recorded
+        # a layer of a known kind needs x alone, others all their inputs. None: recorded
         self.inputs = x.detach()
         self.out = None
-        if layer.kind is None:
+        if self.layer.kind is None:
             self.inputs = tree_map(lambda x: x.detach() if torch.is_tensor(x) else x, inputs)
-            if (layer.name, self.shape) not in tape.gaps:
+            if (self.layer.name, self.shape) not in tape.gaps:
                 self.out = out.detach().clone()
         self.version = version_of(self.inputs)
         self.dtype = None       # of records, where a layer (model.Head) leaves autocast's
@@ -341,7 +326,9 @@ class Call:
     def pair(self, name, b):
         """(b, a) of a Record of one of the layer's parameters. b: the gradient of the output."""
         if self.layer.kind is not None:
-            return self.layer.kind(self.module, name, self.inputs, b)
+            if name == "bias":
+                return vector(b)
+            return self.layer.kind(self.module, self.inputs, b)
 
         # each row again, alone. At the first call of a shape, is its output what it was?
         try:
@@ -352,31 +339,31 @@ class Call:
         if self.out is not None:
             gap = (again - self.out).norm() / (self.out.norm() + 1e-30)
             self.tape.gaps[self.layer.name, self.shape] = gap.float()       # see check_alone
-        g = g.flatten(1)
-        return g, g.new_ones(len(g), 1)
+        return formed(g.flatten(1))
 
     def record(self, b):
         """b: the gradient of the layer's output."""
         # is this what the layer was given, and not counted yet? Whose is it?
+        tape = self.tape
         if self.inputs is None:
             refuse(self.layer.name, "a second backward of the same forward would count twice: add "
                                     "the losses up, or see backward_summed")
         if version_of(self.inputs) != self.version:
             refuse(self.layer.name, "its input was changed in place before the backward")
         if self.rows is None:
-            n = len(self.tape.numbers)
-            refuse(self.layer.name, f"its input {self.shape} does not tell which of {n} rows is "
-                                    "whose. Look positions up as (1, T), wpe(arange(T)[None]); for "
-                                    "flattened tokens see Tape.rows")
+            refuse(self.layer.name, f"its input {self.shape} does not tell which of "
+                                    f"{len(tape.numbers)} rows is whose. Look positions up as "
+                                    "(1, T), wpe(arange(T)[None]); for flattened tokens see "
+                                    "Tape.rows")
 
         # the weights of this layer, one by one
-        tape = self.tape
         for name, p in self.layer.trained.items():
-            found = needed(self.rows, *self.pair(name, b))
+            pair = self.pair(name, b)
             if tape.summing:
-                add_outer(tape.sum[p], found.b, found.a)
+                _, b_t, a_t, _ = record_of(self.rows, *pair)
+                add_outer(tape.sum[p], b_t, a_t)
             else:
-                tape.keep(p, found.rounded(self.dtype))
+                tape.keep(p, record_of(self.rows, *pair, self.dtype))
         if not tape.summing:
             self.inputs = self.out = None
             tape.done = True
@@ -391,11 +378,10 @@ MIXED = 0.02        # relative difference of outputs that bfloat16 does not expl
 
 
 class Tape:
-    """The backward of some rows, recorded in one or several micro-batches, of any model. Its large
-    matrices are those of layers in KINDS; of others a gradient for each row must fit into memory.
-    Rows are numbered 0, 1, .., num_rows - 1.
+    """The backward of some rows, recorded in one or several micro-batches, of any model whose large
+    matrices are in layers of KINDS. Rows are numbered 0, 1, .., num_rows - 1.
 
-    Rows are the first dimension of what a layer is given; for other layers see `flat` of rows().
+    Rows are the first dimension of a layer's input; for other layers see `flat` of rows().
     Positions may be looked up once for all, as (1, T): the lookup then returns them for each row.
     Each forward has one backward, and rows() is called before the next forward. The tape forms the
     gradients, so that .grad is None after the block: set p.grad before optimizer.step(). Records
@@ -403,10 +389,10 @@ class Tape:
     Each process records rows of its own; results cover all processes. all_reduce(tensors) sums
     tensors in place over processes.
 
-    What the tape cannot handle it refuses by name. Only check_exact notices dropout, a loss or a
-    model that mixes rows outside its layers, or sorts them and puts them back, hooks on all modules
-    of torch, inputs with time first (T, B, C), and relative positions looked up as (T, T) where T
-    is the number of rows.
+    The tape refuses by name what it sees and cannot handle. Only check_exact notices dropout, a
+    loss or a model that mixes rows outside its layers, or sorts them and puts them back, hooks on
+    all modules of torch, inputs with time first (T, B, C), and relative positions looked up as
+    (T, T) where T is the number of rows.
     """
 
     def __init__(self, model, num_rows, all_reduce=lambda tensors: None):
@@ -427,7 +413,6 @@ class Tape:
         # what they leave
         self.records = {p: [] for p in self.names}      # {parameter: [Record, ..]}
         self.formed = {}        # {parameter: Record of all rows}, of gradients that are formed
-        self.found = {}         # see entries()
         self.summing = False    # in backward_summed
         self.sum = {}           # its gradient
 
@@ -435,15 +420,14 @@ class Tape:
 
     def check_flat(self):
         for module, count in self.given.items():
-            owners = self.flat[module]
-            if count % max(1, len(owners)):
-                refuse(self.layers[module].name,
-                       f"{count} tokens, where rows() was told of {len(owners)}")
+            num_owners = len(self.flat[module])
+            if count % max(1, num_owners):
+                refuse(self.layers[module].name, f"{count} tokens, where rows() has {num_owners}")
 
     def rows(self, numbers, flat={}):
         """The next forward and backward are of the rows of these numbers (n,).
 
-        flat: {module: owners (M,)} of modules that are given the tokens of all rows flattened
+        flat: {module: owners (M,)} of modules whose input is the tokens of all rows flattened
         (M, ..), at once or in pieces. owners: the index into numbers of each token's row.
         """
         self.check_flat()
@@ -480,13 +464,12 @@ class Tape:
             refuse("Tape", "no backward of its model was seen: was a copy of the model called?")
 
     def check_alone(self):
-        if not self.gaps:
-            return
-        gaps = torch.stack([*self.gaps.values()]).tolist()      # waits for a GPU, once
-        for (name, _), gap in zip(self.gaps, gaps):
-            if gap > MIXED:
-                refuse(name, f"rows give another output alone, {gap:.0%} apart: it mixes rows or "
-                             "is random. Freeze it, or model.eval()")
+        if self.gaps:
+            gaps = torch.stack([*self.gaps.values()]).tolist()      # waits for a GPU, once
+            for (name, _), gap in zip(self.gaps, gaps):
+                if gap > MIXED:
+                    refuse(name, f"rows give another output alone, {gap:.0%} apart: it mixes rows "
+                                 "or is random. Freeze it, or model.eval()")
 
     def __enter__(self):
         self.check_trained()
@@ -497,7 +480,9 @@ class Tape:
             self.handles.append(
                 module.register_forward_hook(self.after_forward, with_kwargs=True))
         for p, name in self.names.items():      # called where a .grad is to be made
-            self.handles.append(p.register_hook(functools.partial(outside, name)))
+            self.handles.append(p.register_hook(lambda grad, name=name: refuse(
+                name, "used outside its layer, or in a compiled model, where the tape cannot see "
+                "it")))
         return self
 
     def __exit__(self, *error):
@@ -512,12 +497,12 @@ class Tape:
             self.check_alone()
 
     def before_forward(self, module, inputs):
-        """Freeze the weights: no .grad is to be made."""
-        if computed_again():
+        """Freeze the weights, so that no .grad is made."""
+        if in_backward() and in_transform():    # each_alone
             return
         layer = self.layers[module]
         replaced = any(attrgetter(name)(module) is not p for name, p in layer.trained.items())
-        if replaced or torch._C._are_functorch_transforms_active():
+        if replaced or in_transform():
             refuse(layer.name, "runs in torch.func (functional_call, vmap, ..) or with other "
                                "weights than its own: call the model itself")
         for p in layer.trained.values():
@@ -525,7 +510,7 @@ class Tape:
 
     def after_forward(self, module, args, kwargs, out):
         """Keep the input, and have b kept when the backward gets there."""
-        if computed_again():
+        if in_backward() and in_transform():    # each_alone
             return out
         layer = self.layers[module]
         for p in layer.trained.values():
@@ -534,9 +519,9 @@ class Tape:
             return out
         tensors = tensors_in((args, kwargs))
         if not torch.is_tensor(out) or not tensors or layer.kind and len(tensors) > 1:
-            refuse(layer.name, "is not given a tensor, or does not return one")
-        if torch._C._current_graph_task_id() != -1:
-            # within a backward: a checkpoint repeats this forward. Only a reentrant one asks for b
+            refuse(layer.name, "does not take a tensor, or does not return one")
+        if in_backward():
+            # a checkpoint repeats this forward. Only a reentrant one asks for b
             return observe_gradient(out, lambda b: refuse(
                 layer.name, "computed again in a backward of its own, where its rows are unknown: "
                 "set use_reentrant=False"))
@@ -550,22 +535,21 @@ class Tape:
         if is_lookup and k > 1 and x.shape[:-1] == (1,):
             x = x.repeat(k, 1)
             out = out.repeat(k, 1, 1)
-        return observe_gradient(out, Call(self, layer, module, (args, kwargs), x, out).record)
+        return observe_gradient(out, Call(self, module, (args, kwargs), x, out).record)
 
-    def keep(self, p, found):
+    def keep(self, p, record):
         """Add a Record of a parameter."""
-        self.found = {}
-        is_formed = found.b.is_floating_point() and found.b.shape[1] == p.numel()
+        is_formed = record.b.is_floating_point() and record.b.shape[1] == p.numel()
         if not is_formed:
-            self.records[p].append(found)
+            self.records[p].append(record)
             return
         # most parameters are vectors, so each has one record of all rows, to which this one is
-        # added: what is asked later is then a call for each vector, not for each micro-batch of it
+        # added: later queries then take one call per vector, not one per micro-batch
         if p not in self.formed:
-            g = found.b.new_zeros(self.num_rows, p.numel())
-            self.formed[p] = Record(self.everyone, g, g.new_ones(self.num_rows, 1), version=0)
+            g = record.b.new_zeros(self.num_rows, p.numel())
+            self.formed[p] = Record(self.everyone, *formed(g), version=0)
         whole = self.formed[p]
-        whole.b.index_add_(0, found.rows, found.b * found.a)
+        whole.b.index_add_(0, record.rows, record.b * record.a)
         self.formed[p] = whole._replace(version=whole.b._version)
 
     def all_records(self, p):
@@ -576,21 +560,20 @@ class Tape:
     def zeros(self):
         return {p: torch.zeros_like(p) for p in self.names}
 
-    def over_processes(self, gradient):
-        self.all_reduce(list(gradient.values()))
-        return gradient
-
     def backward_summed(self, loss):
-        """Backward of a further loss of these rows, of which only the sum over rows is kept. The
-        one that is recorded comes after it."""
+        """Backward of a further loss of these rows, of which only the sum over rows is kept. Call
+        it before the backward that is recorded."""
         self.sum = self.sum or self.zeros()
         self.summing = True
         loss.backward(retain_graph=True)
         self.summing = False
 
     def summed_gradient(self):
-        """Of what went through backward_summed. To be called once: it sums over processes."""
-        return self.over_processes(self.sum or self.zeros())
+        """The gradient of what went through backward_summed. Call it once: it sums over
+        processes."""
+        gradient = self.sum or self.zeros()
+        self.all_reduce([*gradient.values()])
+        return gradient
 
     # after it: what was recorded
 
@@ -602,54 +585,29 @@ class Tape:
                                       "changed in place after the backward: give the layer a copy")
             yield rows, b, a
 
-    def entries(self):
-        """See entries_by_row. It is asked once for all that was recorded."""
-        if not self.found:
-            records = [record for p in self.names for record in self.all_records(p)]
-            # layers share the tensor that says whose their tokens are: look at each once
-            rows = list(dict.fromkeys(record.rows for record in records))
-            self.found = entries_by_row(rows, self.everyone)
-        return self.found
-
-    def choose(self, weights):
-        """For each of weights (k, num_rows): {rows of records: the entries (m,) whose row has a
-        weight, in their order, and these weights (m, 1)}. Rows of weight 0 cost nothing, and may
-        hold NaN."""
-        chosen = []
-        for w, of_rows in zip(weights, weights.tolist()):       # waits for a GPU, once
-            numbers = [i for i, weight in enumerate(of_rows) if weight != 0]
-            found = {}
-            for rows, of_row in self.entries().items():
-                here = torch.cat([rows[:0], *(of_row[i] for i in numbers)]).sort().values
-                found[rows] = here, w[rows[here], None]
-            chosen.append(found)
-        return chosen
-
-    def summed(self, p, chosen):
-        """One parameter's part of a gradient. chosen: from choose."""
-        total = torch.zeros_like(p)
-        for rows, b, a in self.read(p):
-            here, weights = chosen[rows]
-            if len(here) == 0:      # spares a GPU calls that do nothing
-                continue
-            if len(here) < len(rows):
-                b = b[here]
-                a = a[here]
-            add_outer(total, b, (a * weights).to(a.dtype))      # a weight is not rounded to it
-        return total
-
-    def gradients(self, weights):
-        """[sum_i weights_i g_i] for each of weights (k, num_rows)."""
-        weights = weights.to(self.device)
-        found = []
-        for chosen in self.choose(weights):
-            gradient = {p: self.summed(p, chosen) for p in self.names}
-            found.append(self.over_processes(gradient))
-        return found
+    def record_rows(self):
+        """The tensors that say whose the records' entries are. Layers share them."""
+        return list(dict.fromkeys(
+            record.rows for p in self.names for record in self.all_records(p)))
 
     def gradient(self, weights):
-        """The same, of weights (num_rows,)."""
-        return self.gradients(weights[None])[0]
+        """sum_i weights_i g_i, for weights (num_rows,). Rows of weight 0 cost nothing, and may hold
+        NaN."""
+        weights = weights.to(self.device)
+        gradient = self.zeros()
+        # the entries whose row has a weight, and these weights
+        of_entries = {rows: weights[rows, None] for rows in self.record_rows()}     # (m, 1)
+        chosen = {rows: w.nonzero()[:, 0] for rows, w in of_entries.items()}
+        for p, total in gradient.items():
+            for rows, b, a in self.read(p):
+                here = chosen[rows]
+                w = of_entries[rows]
+                if 0 < len(here) < len(rows):
+                    b, a, w = b[here], a[here], w[here]
+                if len(here):
+                    add_outer(total, b, (a * w).to(a.dtype))    # a weight is not rounded to it
+        self.all_reduce([*gradient.values()])
+        return gradient
 
     def dot(self, target):
         """<g_i, target> for every row (num_rows,), in float64. target: any gradient."""
@@ -660,9 +618,9 @@ class Tape:
         self.all_reduce([scores])
         return scores
 
-    def by_row(self, p, rows, numbers):
+    def by_row(self, p, rows, numbers, entries):
         """One parameter's part of g_i for some rows (k,), whose numbers are also given as a list:
-        (k, *p.shape)."""
+        (k, *p.shape). entries: from entries_by_row."""
         if p in self.formed:
             g = self.formed[p].b[rows].view(-1, *p.shape)
         else:
@@ -671,7 +629,7 @@ class Tape:
         records = self.records[p]
         for total, number in zip(g, numbers if records else []):
             for of_record, b, a, _ in records:
-                here = self.entries()[of_record][number]
+                here = entries[of_record][number]
                 if len(here) > 0:       # a row is in one micro-batch, so most records lack it
                     add_outer(total, b[here], a[here])
         return g
@@ -680,7 +638,8 @@ class Tape:
         """sum of scale * g_i^2 (k,) of some rows, in float64."""
         rows = rows.to(self.device)
         numbers = rows.tolist()
-        found = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
+        entries = entries_by_row(self.record_rows(), self.everyone)
+        norms = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
         for p in self.names:
             if not self.all_records(p):     # p was not used
                 continue
@@ -688,11 +647,11 @@ class Tape:
             k = max(1, AT_ONCE // p.numel())
             for start in range(0, len(rows), k):
                 some = slice(start, start + k)
-                g = self.by_row(p, rows[some], numbers[some])
+                g = self.by_row(p, rows[some], numbers[some], entries)
                 scaled = g * scale[p] if p in scale else g
-                found[some] += (g * scaled).flatten(1).sum(1)
-        self.all_reduce([found])
-        return found
+                norms[some] += (g * scaled).flatten(1).sum(1)
+        self.all_reduce([norms])
+        return norms
 
 
 # ------------------------------------------------------------------------------------------------

@@ -374,7 +374,7 @@ def hooked_bias():
 
 
 @pytest.mark.parametrize("make", [
-    lambda: nn.Linear(3, 3, dtype=torch.complex64), hooked_bias,
+    hooked_bias,
     lambda: nn.Embedding(4, 3, scale_grad_by_freq=True),
     lambda: type("Sub", (nn.Linear,), {})(2 ** 14, 2 ** 13),
     lambda: nn.utils.spectral_norm(nn.Linear(3, 3)),
