@@ -89,7 +89,7 @@ def shown_rollouts(setup, batch, influence, by_token, it):
         pieces = pieces_of(batch.rollout[[i]], by_token[i], setup.tokenizer)
         rows.append(dict(
             prompt=batch.prompts[i].text, reward=round(float(batch.rewards[i]), 3),
-            influence=round(float(influence[i]), 4),
+            advantage=round(float(batch.advantages[i]), 2), influence=round(float(influence[i]), 4),
             words=[[piece.text or "[end]", round(piece.influence, 5)] for piece in pieces]))
     orders = {rule: order_of(rule, influence, batch.rewards, it).tolist() for rule in RULES}
     return dict(rollouts=rows, orders=orders)

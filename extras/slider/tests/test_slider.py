@@ -63,8 +63,11 @@ def test_without_any_left_out_it_is_the_training_and_without_all_nothing_moves(w
     nothing, texts, _ = slider.train(setup, start, cfg, "random", 24)
     assert nothing == [whole[0]] * 2 and len(texts) == 3
     for it, now in enumerate(shown):
-        influence, rewards = (torch.tensor([row[name] for row in now["rollouts"]])
-                              for name in ("influence", "reward"))
+        influence, rewards, advantages = (
+            torch.tensor([row[name] for row in now["rollouts"]])
+            for name in ("influence", "reward", "advantage"))
+        assert torch.allclose(
+            advantages, grpo.group_advantages(rewards, cfg.num_generations), atol=0.1)
         low, high, worst, any_order = (now["orders"][rule] for rule in slider.RULES)
         assert (influence[low].diff() >= 0).all() and (influence[high].diff() <= 0).all()
         assert (rewards[worst].diff() >= 0).all() and sorted(any_order) == list(range(24))
