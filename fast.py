@@ -8,6 +8,7 @@ import functools
 import math
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -52,6 +53,37 @@ def half_product(h, weight):
     under autocast, but the sums stay in float32."""
     logits = HalfProduct.apply(h.flatten(0, -2), weight)
     return logits.view(*h.shape[:-1], len(weight))
+
+
+# ------------------------------------------------------------------------------------------------
+# frozen weights in half the memory
+
+
+class HalfLinear(nn.Linear):
+    """A frozen Linear whose weights are stored in bfloat16. Without autocast it computes in the
+    input's precision."""
+
+    def forward(self, x):
+        if torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+def to_half(model):
+    """Store in bfloat16, in place, each Linear of a frozen GPT whose weights are numbers of that
+    precision, as in most published models. No result changes. The head stays as it is."""
+    for layer in model.modules():
+        if type(layer) is nn.Linear and all(
+                torch.equal(p, p.bfloat16().to(p.dtype)) for p in layer.parameters()):
+            layer.bfloat16().__class__ = HalfLinear
+
+
+def to_float(model):
+    """Undo to_half."""
+    for layer in model.modules():
+        if type(layer) is HalfLinear:
+            layer.float().__class__ = nn.Linear
 
 
 # ------------------------------------------------------------------------------------------------

@@ -98,7 +98,8 @@ class HalfWeights:
                     if layer is head:
                         half = F.pad(half, (0, 0, 0, -len(weight) % BLOCK))
                     setattr(layer, name, nn.Parameter(half, requires_grad=False))
-                    self.pairs.append((half[:len(weight)], weight))
+                    if weight.dtype != torch.bfloat16:      # else it is the weight itself
+                        self.pairs.append((half[:len(weight)], weight))
 
     def refresh(self):
         """Copy the model's current weights."""

@@ -176,8 +176,9 @@ def key_of(made_of):
 
 
 def hash_of(model):
-    """Short hash of all weights."""
+    """Short hash of all weights; the same where they are stored in bfloat16."""
     h = hashlib.sha256()
     for x in model.state_dict().values():
+        x = x.float() if x.dtype == torch.bfloat16 else x
         h.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return h.hexdigest()[:16]

@@ -88,12 +88,12 @@ def of_nanogpt(content, path):
 
 @torch.no_grad()
 def merged_weights(model):
-    """Merge adapters into a policy's weights -> {name: tensor}, each tensor once, without a
-    critic's."""
+    """Merge adapters into a policy's weights -> {name: tensor}, each tensor once, in float32
+    where it is stored in bfloat16, without a critic's."""
     weights = {name.replace(".base.", "."): x.detach() for name, x in model.named_parameters()
                if not name.endswith((".A.weight", ".B.weight")) and "value_head" not in name}
     for name, lora in model.named_modules():
         if hasattr(lora, "base"):
             update = lora.scale * lora.B.weight @ lora.A.weight
             weights[f"{name}.weight"] = lora.base.weight + update
-    return weights
+    return {name: x.float() if x.dtype == torch.bfloat16 else x for name, x in weights.items()}

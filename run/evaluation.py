@@ -34,7 +34,8 @@ def is_untrained(setup, policy):
     """Whether a policy still has exactly its weights from before training, and samples in
     float32."""
     pairs = list(zip(policy.parameters(), setup.base.parameters()))
-    same = len(pairs) == len(list(policy.parameters())) and all(torch.equal(a, b) for a, b in pairs)
+    same = len(pairs) == len(list(policy.parameters())) and all(
+        torch.equal(a, b.to(a)) for a, b in pairs)
     return same and setup.dtype == torch.float32
 
 

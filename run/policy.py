@@ -9,6 +9,7 @@ from common.processes import rank_and_size
 from common.script import BadInput, seed_for
 from data.tokenizer import load_tokenizer
 from data.weights import load_gpt, merged_weights, rebuilt, save_gpt
+from fast import to_float
 from model import Policy
 from run.check import check_extras, is_published, is_run, policy_extras
 from run.checkpoint import checkpoints, newest_checkpoint, read_checkpoint
@@ -36,7 +37,9 @@ def trainable(base, cfg):
         torch.manual_seed(seed_for(cfg.seed, "lora"))
         add_lora(policy, cfg.lora_rank, cfg.lora_alpha)
     else:
-        policy = copy.deepcopy(base).requires_grad_(True)
+        policy = copy.deepcopy(base)
+        to_float(policy)            # what is trained is in float32
+        policy.requires_grad_(True)
 
     # a critic's value head, which is always trained
     if cfg.critic:

@@ -6,8 +6,10 @@ import torch
 
 from common.device import autocast, machine, pick_device, pick_dtype
 from data.prompts import load_prompts
+from fast import to_half
 from judge import load_judge, reward_functions
 from judge.rewards import check_columns
+from model import GPT
 from rollout import generate
 from run.optimizer import make_optimizer
 from run.policy import load_policy, reference_for, trainable
@@ -104,6 +106,8 @@ def read_inputs(cfg, may_train=True):
     # the policy before training, and prompts in ids of its tokenizer
     base, tokenizer = load_policy(cfg, device, may_train)
     base = base.to(device).eval().requires_grad_(False)
+    if dtype == torch.bfloat16 and isinstance(base, GPT):
+        to_half(base)
     prompts, eval_prompts, val_prompts = load_prompts(cfg, tokenizer, base.block_size)
 
     # the judges: one gives the reward. Training never sees the other, so it notices when the policy
