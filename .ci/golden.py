@@ -210,8 +210,6 @@ COMMANDS = {
     "account of a sentence": [
         LOOKED_AT, "python tracin.py {out}/run {here}/plain.py --prompt='You are' "
         "--completion=' a good editor'"],
-    "next iteration": [
-        RUN, "python tracin.py {out}/run {here}/plain.py --next_iteration --tracin=reward"],
     "step taken apart": [
         RUN + " --max_iters=1",
         "python grpo.py {out}/run {here}/plain.py --debug_step=True --tracin=reward"]}

@@ -923,6 +923,17 @@ MISTAKES = [
          "@staticmethod\n    @once", "probs.gather(1, targets).log()\n\n    @staticmethod\n    @once")),
 
     # test_debug_step.py
+    *of("extras/step/influence.py", "test_debug_step.py::"
+        "test_influence_is_the_runs_and_its_words_add_up[leave one out]",
+        ("words with the own part that was left out",
+         'if not recording.cfg.door("without_own_part"):', "if True:")),
+    *of("extras/step/influence.py", "test_debug_step.py::"
+        "test_influence_is_the_runs_and_its_words_add_up[held out]",
+        ("a step's target is averaged twice", "copy.copy(setup.target_average)",
+         "setup.target_average")),
+    *of("extras/step/influence.py",
+        "test_debug_step.py::test_what_influence_goes_with_is_named[|advantage|]",
+        ("influence beside the advantage in place of its size", "advantages.abs()", "advantages")),
     *of("extras/step/__init__.py",
         "test_debug_step.py::test_faults_can_be_seen_in_the_columns",
         ("the reference's column is from before the update",

@@ -21,7 +21,7 @@ NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "out", "__pycache__", "shar
 SMALL = ["--max_iters=2", "--num_prompts=4", "--num_generations=8", "--num_eval_prompts=4",
          "--num_eval_generations=2", "--threads=1", "--expect_rise=0", "--eval_interval=1"]
 RUNS = {"self": ["config/toxicity.py", "--tracin=self"], "quick": ["config/quick_test.py"]}
-COMMANDS = [["tracin.py", "out/self"], ["tracin.py", "out/self", "--next_iteration"],
+COMMANDS = [["tracin.py", "out/self"],
             ["evaluate.py", "out/self", "--num_eval_prompts=2"],
             ["sample.py", "out/self", "--prompt=You are"], ["plot.py", "out/quick", "out/self"]]
 FAST = [f"tests/test_{name}.py" for name in ("algorithm", "config", "loss", "rollout", "step")]

@@ -291,7 +291,6 @@ def all_parts():
         ("evaluate.py", looked_at, ("evaluate",)),
         ("sample.py", looked_at, ("sample", "--prompt=the")),
         ("tracin.py", looked_at, ("extras.explain.__main__",)),
-        ("tracin.py, next iteration", looked_at, ("extras.explain.__main__", "--next_iteration")),
         ("tracin.py, a sentence", looked_at,
          ("extras.explain.__main__", "--prompt=the", "--completion= cat")),
         ("torchrun, one process", torchrun, ())]

@@ -19,15 +19,10 @@ and which words of them. Prints it and writes account.html into the run's folder
     --hessian=False     is faster, and does not predict what would be without a rollout
 
 A run that has functions needs its config file, too: RUN CONFIG.py. See docs/account.md.
-
-    python tracin.py out/toxicity --next_iteration      # scores an iteration that the run has not
-                                                        # done, by influence: docs/influence.md
-    --before                                            # from the last checkpoint but one
-    --tracin=reward, ...                                # with settings of influence
 """
 from common.processes import rank_and_size
 from common.script import BadInput, run_script
-from extras.explain import next_iteration, story
+from extras.explain import story
 
 
 def main(argv):
@@ -36,10 +31,7 @@ def main(argv):
     if not argv or argv[0].startswith("-"):
         raise BadInput("usage: python tracin.py RUN [CONFIG.py] [--target=NAME] [--prompt=TEXT "
                        "--completion=TEXT] [--setting=value ...]; --help says more")
-    if any(arg.startswith("--next_iteration") for arg in argv):
-        next_iteration.main(argv)
-    else:
-        story.main(argv)
+    story.main(argv)
 
 
 if __name__ == "__main__":

@@ -246,23 +246,25 @@ class Account(NamedTuple):
 
 
 def parts_of(setup, cfg):
-    """Names of the parts of the rest of the loss, and of these the ones that take a pass of their
-    own: one alone is what the rollouts leave of a step's gradient, but for what was rounded."""
+    """Parts of the rest of the loss that take a pass of their own, and the name of what is left of
+    a step's gradient then; None: nothing is. One part alone is what the rollouts leave, but for
+    what was rounded."""
     is_on = dict(kl=cfg.kl_in_loss, entropy=cfg.entropy_coef, critic=cfg.critic)
     parts = [part for part in is_on if is_on[part]]
-    return parts, parts if len(parts) > 1 or setup.dtype == torch.bfloat16 else []
+    if setup.dtype == torch.bfloat16:       # the run's passes, and here they are not
+        return parts, "rounding"
+    return ([], *parts) if len(parts) == 1 else (parts, None)
 
 
-def account(setup, cfg, states, taken, course, folder, hessian=True, damping=DAMPING,
-            predicts=True):
+def account(setup, cfg, states, taken, course, folder, predicts=True, damping=DAMPING):
     """The Account of the target whose target.Course along these states is given. predicts: False
     leaves out the effects, which take most of the time."""
     derivative = course.last, 0 * course.last, 0 * course.last
     shape = len(course.last), taken[-1].it + 1, len(taken[0].batch.row_weights)
     shares, effects = torch.zeros(2, *shape).double()
-    parts_of_loss, of_own = parts_of(setup, cfg)
+    parts, left_over = parts_of(setup, cfg)
     rest = {part: torch.zeros(shape[:2]).double()
-            for part in (*parts_of_loss, "decay", "rounding", "momentum")}
+            for part in (*parts, left_over, "decay", "momentum") if part}
     directions = []
     progress = Progress("account", "step", len(taken))
     steps = walk_back(setup, states, taken, course.means)
@@ -279,17 +281,15 @@ def account(setup, cfg, states, taken, course, folder, hessian=True, damping=DAM
 
         # the gradient of the step, without the rollouts'
         left = (G @ gradient_in(k, before, after)).cpu() - products[:len(G)].sum(1)     # (K,)
-        for part in of_own:
+        for part in parts:
             g = gradient_of(exact(setup), cfg, k.batch, k.step, part)
-            found = (G @ flat(g.values())).cpu()
-            rest[part][:, k.it] += found
-            left = left - found
-        for part in {*parts_of_loss} - {*of_own}:       # one alone is what is left
-            rest[part][:, k.it] += left
-        if setup.dtype == torch.bfloat16:       # the run's passes, and here they are not
-            rest["rounding"][:, k.it] += left
+            product = (G @ flat(g.values())).cpu()
+            rest[part][:, k.it] += product
+            left = left - product
+        if left_over:
+            rest[left_over][:, k.it] += left
         rest["decay"][:, k.it] -= k.lr * (slope @ (k.decay * before[0])).cpu()
-        if predicts and hessian:
+        if predicts:
             derivative[0] += hessian_times(setup, cfg, k, before[0], L)
         if progress.is_due():
             progress.show(done)

@@ -46,27 +46,28 @@ def rows_of(taken, shares):
     for k in taken:         # a rollout may have a weight in each pass
         weights[k.it][k.step.rows] += k.batch.row_weights[k.step.rows]
 
-    def flat(of):
-        return torch.cat([of(it, batch).detach().cpu().double() for it, batch in batches.items()])
+    def flat(parts):
+        return torch.cat([*parts]).detach().cpu().double()
 
-    weight = flat(lambda it, batch: weights[it])
-    advantage = flat(lambda it, batch: batch.row_advantages)
+    of = batches.values()
+    weight = flat(weights.values())
+    advantage = flat(batch.row_advantages for batch in of)
     return Rows(
-        torch.tensor([it for it in batches for _ in range(shares.shape[2])]),
-        torch.cat([shares[:, it] for it in batches], 1),
+        torch.tensor([*batches]).repeat_interleave(shares.shape[2]),
+        shares[:, [*batches]].flatten(1).double(),
         weight * advantage, (weight == 0) & (advantage != 0),
-        flat(lambda it, batch: batch.rewards),
-        flat(lambda it, batch: batch.rollout.sampled_mask.sum(1)),
-        [prompt for batch in batches.values() for prompt in batch.prompts],
-        [text for batch in batches.values() for text in batch.completions])
+        flat(batch.rewards for batch in of),
+        flat(batch.rollout.sampled_mask.sum(1) for batch in of),
+        [prompt for batch in of for prompt in batch.prompts],
+        [text for batch in of for text in batch.completions])
 
 
 # ------------------------------------------------------------------------------------------------
-# splits
+# splits: names of groups, and the group (n,) of each rollout
 
 
 def bands(x, name):
-    """Names of the bands of values (n,), and the band of each (n,); NaN has one of its own."""
+    """By values (n,): each alone, or in bands if they are many; NaN has one of its own."""
     known = x[~x.isnan()]
     distinct = known.unique()
     if len(distinct) <= BANDS:
@@ -81,54 +82,49 @@ def bands(x, name):
 
 
 def by_text(labels, shares):
-    """Names and groups (n,) by the label of each rollout: those of largest sums by size, and what
-    is left. shares: (n,)."""
+    """By labels: those of the largest sums of shares (n,) by size, and what is left."""
     sums = {}
     for label, share in zip(labels, shares.tolist()):
         sums[label] = sums.get(label, 0.0) + share
-    order = sorted(sums, key=lambda label: -abs(sums[label]))
-    few = order if len(order) <= MOST + 1 else order[:MOST]
+    few = sorted(sums, key=lambda label: -abs(sums[label]))
+    if len(few) > MOST + 1:
+        few = few[:MOST]
     names = sorted(few, key=lambda label: -sums[label])
     place = {label: i for i, label in enumerate(names)}
     where = torch.tensor([place.get(label, len(names)) for label in labels])
-    return [*names, f"the other {len(order) - len(few)}"], where
+    return [*names, f"the other {len(sums) - len(few)}"], where
 
 
 def by_push(rows):
-    """The direction in which a rollout was pushed: the sign of weight times advantage."""
+    """By the direction in which a rollout was pushed: the sign of weight times advantage."""
     names = ["made less likely", "not pushed (advantage 0)", "made likelier",
              "dropped by influence"]
     return names, (rows.pushed.sign().long() + 1).masked_fill(rows.dropped, 3)
 
 
-def crossed(first, second):
-    """Names and groups of two splits at once."""
-    (names, where), (others, other) = first, second
-    return ([f"{a}, {b}" for a in names for b in others], where * len(others) + other)
+def by_label(labels, by, shares):
+    """By what the reader asks for: numbers in bands, anything else by its text."""
+    numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in labels)
+    if numbers and len(set(labels)) > MOST:
+        return Split(by, *bands(torch.tensor(labels).double(), by), False)
+    return Split(by, *by_text([f"{by} {x!r}" for x in labels], shares), True)
 
 
 def splits_of(rows, by="", labels=None):
-    """All Splits. labels: of the rollouts, by what the reader asks for (by), or None."""
+    """All Splits, by name. labels: of the rollouts, by what the reader asks for (by), or None."""
     shares = rows.shares.sum(0)
-    push = by_push(rows)
-    reward = bands(rows.reward, "reward")
-    found = {}
-    texts = {"prompt"}
-    if labels is not None:
-        numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in labels)
-        many = numbers and len(set(labels)) > MOST
-        if many:
-            found[by] = bands(torch.tensor(labels).double(), by)
-        else:
-            found[by] = by_text([f"{by} {x!r}" for x in labels], shares)
-            texts.add(by)
-    found |= {"push": push, "reward": reward, "reward and push": crossed(reward, push),
-              "prompt": by_text([repr(prompt.text[:40]) for prompt in rows.prompts], shares)}
-    low, high = rows.length.min(), rows.length.max()
-    length = bands(rows.length, "tokens") if high > low else None
-    if length and length[1].bincount().max() < ONE_BAND * rows.n:
-        found["length"] = length
-    return {what: Split(what, *split, what in texts) for what, split in found.items()}
+    asked = {} if labels is None else {by: by_label(labels, by, shares)}
+    names, where = bands(rows.reward, "reward")
+    directions, push = by_push(rows)
+    both = [f"{a}, {b}" for a in names for b in directions], where * len(directions) + push
+    found = {"push": (directions, push), "reward": (names, where), "reward and push": both}
+    splits = {what: Split(what, *split, False) for what, split in found.items()}
+    prompts = by_text([repr(prompt.text[:40]) for prompt in rows.prompts], shares)
+    splits["prompt"] = Split("prompt", *prompts, True)
+    names, where = bands(rows.length, "tokens")
+    if where.bincount().max() < ONE_BAND * rows.n:
+        splits["length"] = Split("length", names, where, False)
+    return asked | splits
 
 
 # ------------------------------------------------------------------------------------------------
@@ -140,10 +136,10 @@ def counts_of(split):
     return split.where.bincount(minlength=len(split.names))
 
 
-def sums_of(rows, split):
-    """Shares (F, G) of the groups."""
+def sums_of(rows, split, here=1.0):
+    """Shares (F, G) of the groups. here: factors (n,)."""
     sums = torch.zeros(len(rows.shares), len(split.names), dtype=torch.float64)
-    return sums.index_add_(1, split.where, rows.shares.double())
+    return sums.index_add_(1, split.where, rows.shares.double() * here)
 
 
 def at_random(rows, split):
@@ -151,8 +147,7 @@ def at_random(rows, split):
     among its rollouts: Numbers, whose error is the standard deviation of that. A control: a split
     that tells nothing has groups like these."""
     x = rows.shares.sum(0).double()
-    mean = torch.zeros(len(split.names), dtype=torch.float64)
-    variance = torch.zeros_like(mean)
+    mean, variance = torch.zeros(2, len(split.names), dtype=torch.float64)
     for it in rows.iteration.unique():
         here = rows.iteration == it
         n = int(here.sum())

@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import torch
 
 import grpo
-from common.files import read_json, read_log, read_rows, undamaged
+from common.files import read_json, read_log, read_rows
 from common.script import BadInput, hash_of, own_flags, seed_for, shown
 from data.prompts import read_prompt
 from extras.explain import told
 from extras.explain.account import account, flat, parts_of, replay, smoothness, walk_back
 from extras.explain.groups import rows_of, splits_of
 from extras.explain.number import total
-from extras.explain.page import show
+from extras.explain.page import Told, show
 from extras.explain.target import Function, HeldOut, Sentences, follow
 from extras.explain.words import pieces_of
 from loss import by_micro_batch, objective_of
-from rollout import Sampling, at_sampled_tokens, concatenate, empty_rollout, truncate
+from rollout import concatenate, empty_rollout
 from run.checkpoint import (
     changed_settings, checkpoints, iterations_of, load_checkpoint, newest_checkpoint,
     read_checkpoint)
@@ -105,76 +105,80 @@ class Price(NamedTuple):
     @property
     def affordable(self):
         """Held-out completions at each point for twice the run, but LEAST."""
-        left = 2 * self.run - self.account
-        return max(LEAST, int(left / HELD_OUT / self.points))
+        return max(LEAST, int((2 * self.run - self.account) / HELD_OUT / self.points))
 
 
 def price_of(setup, folder, cfg, since, end, parts):
     """The Price of an account of iterations since + 1 to end."""
-    rows = read_log(f"{folder}/metrics.jsonl") if os.path.exists(f"{folder}/metrics.jsonl") else []
-    with undamaged(f"{folder}/metrics.jsonl"):
-        rows = [row for row in rows if since < row.get("iteration", 0) <= end]
-        steps = sum(int(row.get("num_steps", 1)) for row in rows) or end - since
+    log = f"{folder}/metrics.jsonl"
+    steps = sum(row.get("num_steps", 1) for row in (read_log(log) if os.path.exists(log) else [])
+                if since < row["iteration"] <= end) or end - since
     learned = (end - since) * cfg.num_prompts * cfg.num_generations
     evaluations = 1 + math.ceil((end - since) / (cfg.eval_interval or end))
     evaluated = evaluations * len(setup.eval_prompts) * cfg.num_eval_generations
-    passes = PASS * len(parts_of(setup, cfg)[1])
+    passes = PASS * len(parts_of(setup, cfg)[0])
     return Price(learned + EVALUATED * evaluated, (SLOWER + passes) * learned, TOKENS * learned,
-                 PREDICTION * learned, steps, steps * parts + 1)
+                 PREDICTION * learned, int(steps), int(steps) * parts + 1)
 
 
 def say_cost(price, target, since, end, predicts, exact):
     """Print what the account will cost before it starts, and what more or less would."""
-    found = price.times(target.rollouts, price.prediction * predicts + price.tokens * exact)
+    times = price.times(target.rollouts, price.prediction * predicts + price.tokens * exact)
     sampled = ""
     other = f"--hessian=False, which predicts nothing: {price.times(0):.1f} times"
     if target.is_sampled:
-        sampled = (f", samples {target.rollouts} held-out completions at each of {price.points} "
-                   "points")
+        sampled = f" with {target.rollouts} held-out completions at {price.points} points"
         other = ("--held_out=N for less noise: by half with "
                  f"{4 * target.rollouts}, {price.times(4 * target.rollouts):.1f} times; --exact "
                  "for as many as the evaluation has, and for shares of tokens")
-    print(f"account: repeats iterations {since + 1} to {end}{sampled}, goes back over "
-          f"{price.steps} steps: about {found:.1f} times the CPU time of the run ({other})",
-          flush=True)
+    print(f"account: replaying iterations {since + 1} to {end}{sampled}, back over {price.steps} "
+          f"steps: about {times:.1f} times the CPU time of the run ({other})", flush=True)
 
 
 def far_from_run(setup, target, course, states, folder, path, last, changed):
-    """How far the replay is from the run, in the number that is explained: [] where it is the same
-    to the bit, else a line. BadInput where it is too far. changed: what check_run returned."""
+    """A line on how far the replay is from the run, in the number that is explained; "" where it is
+    the same to the bit. BadInput where it is too far. changed: what check_run returned."""
     names = {p: name for name, p in setup.policy.named_parameters()}
     saved = flat(last["policy"][names[p]].to(states[-1][0]) for p in setup.trained)
     if torch.equal(saved, states[-1][0].cpu()):
-        return []
+        return ""
     off = target.at(saved, with_slope=False).value - course.values[-1]              # (K,)
-    change = course.change
+    change = course.values[-1] - course.values[0]
     if target.is_sampled:       # its columns are folds of one number
         off, change = off.sum(), change.sum()
-    off = (off.abs() / change.abs().clamp(min=1e-30)).max()
+    off = float((off.abs() / change.abs().clamp(min=1e-30)).max())
     threads = read_json(f"{folder}/config.json").get("threads")
-    causes = (f"threads (then {threads}, now {torch.get_num_threads()}: --threads={threads}), a "
-              "GPU, another machine or version, settings that changed, a reward that draws random "
-              "numbers")
-    if changed:
-        causes = ", ".join(changed)
+    causes = ", ".join(changed) or (
+        f"threads (then {threads}, now {torch.get_num_threads()}: --threads={threads}), a GPU, "
+        "another machine or version, settings that changed, a reward that draws random numbers")
+    far = f"{100 * off:.2g} % of the change, by {causes}"
     if not off <= OTHER:
-        raise BadInput(f"{path}: the replay is off by {100 * off:.2g} % of the change, so it is "
-                       f"another run, by {causes}")
-    return [f"warning: the replay ends at other weights than {path}, and is off by "
-            f"{100 * off:.2g} % of the change, by {causes}"]
+        raise BadInput(f"{path}: the replay is another run, off by {far}")
+    return f"warning: the replay ends at other weights than {path}, and is off by {far}"
 
 
 # ------------------------------------------------------------------------------------------------
 # what is explained
 
 
-def target_asked(setup, cfg, own, sentences):
-    """The target of the account."""
+def reward_named(setup, cfg, name):
+    """A reward function or a judge by its name."""
+    if name in setup.reward_funcs:
+        return setup.reward_funcs[name]
+    if name in setup.judges:
+        return lambda completions: (1 - torch.sigmoid(setup.judges[name](completions))).tolist()
+    known = {"reward", *setup.reward_funcs, *setup.judges, *cfg.functions.keys() & {"target"}}
+    raise BadInput(f"--target={name}: must be one of {', '.join(sorted(known))}; a sentence is "
+                   "given by --prompt and --completion")
+
+
+def target_asked(setup, cfg, own, sentences, count):
+    """The target of the account. count: completions of each held-out prompt, without --held_out."""
     name = own["target"]
+    if sentences and name:
+        raise BadInput(f"--target={name}: leave it out, or --prompt, --completion, --prompts and "
+                       "--account: one or the other is explained")
     if sentences:
-        if name:
-            raise BadInput(f"--target={name}: leave it out, or --prompt, --completion, --prompts "
-                           "and --account: one or the other is explained")
         return Sentences(setup, cfg, concatenate([row for _, row in sentences]))
     if name == "target" and "target" in cfg.functions:
         return Function(setup, cfg, None)       # its batch is not there yet
@@ -184,42 +188,10 @@ def target_asked(setup, cfg, own, sentences):
         functions = {name: reward_named(setup, cfg, name)}
         weights = [1.0]
     prompts = setup.eval_prompts
-    count = max(2, cfg.num_eval_generations)
     if own["held_out"]:     # over prompts first
         count = max(2, own["held_out"] // len(prompts))
         prompts = prompts[:max(1, own["held_out"] // count)]
     return HeldOut(name or "reward", setup, cfg, functions, weights, prompts, count)
-
-
-def reward_named(setup, cfg, name):
-    """A reward function or a judge by its name."""
-    if name in setup.reward_funcs:
-        return setup.reward_funcs[name]
-    if name in setup.judges:
-        def not_toxic(completions):
-            return (1 - torch.sigmoid(setup.judges[name](completions))).tolist()
-        return not_toxic
-    known = {"reward", *setup.reward_funcs, *setup.judges, *cfg.functions.keys() & {"target"}}
-    raise BadInput(f"--target={name}: must be one of {', '.join(sorted(known))}; a sentence is "
-                   "given by --prompt and --completion")
-
-
-def sentences_asked(setup, cfg, own):
-    """[(the prompt's text, a Rollout of one row)]."""
-    rows = read_rows(own["prompts"]) if own["prompts"] else []
-    if own["prompts"] and not rows:
-        raise BadInput(f"{own['prompts']}: has no row: must have the columns prompt and completion")
-    if own["prompt"] or own["completion"]:
-        rows.append(own)
-    asked = [read_sentence(setup, cfg, row) for row in rows]
-    if own["account"]:      # completions of lowest reward, by the policy before training
-        seed = seed_for(cfg.seed, "account")
-        samples = sample_completions(setup, setup.policy, setup.eval_prompts, cfg, seed)
-        batch = grpo.scored_batch(setup, samples, cfg)
-        rollout = replace(batch.rollout, allowed=None)
-        asked += [(batch.prompts[i].text, rollout[[i]])
-                  for i in batch.rewards.argsort()[:WORST].tolist()]
-    return asked
 
 
 def row_of(before, said, device):
@@ -242,107 +214,115 @@ def read_sentence(setup, cfg, row):
     if not before or not said or len(before) + len(said) > most:
         raise BadInput(f"prompt {shown(text)}, completion {shown(completion)}: {len(before)} and "
                        f"{len(said)} tokens; must be at least 1 each, together {most} at most")
-    sentence = row_of(before, said, setup.device)
-    sampling = Sampling(eos=(), **cfg.sampling)
-
-    def truncated(logits, targets):
-        return truncate(logits, sampling).gather(1, targets)
-
-    with torch.no_grad():       # before training
-        logits = at_sampled_tokens(truncated, setup.policy, sentence, cfg.temperature, None)
-    if logits.min() == -math.inf:
-        how = ", ".join(f"{name} = {shown(value)}" for name, value in cfg.sampling.items())
-        raise BadInput(f"completion {shown(completion)}: before training the run cannot draw one "
-                       f"of its tokens, by {how}")
-    return text, sentence
+    return text, row_of(before, said, setup.device)
 
 
-# ------------------------------------------------------------------------------------------------
-# the command
-
-
-class Replayed(NamedTuple):
-    """A run, once more, and its account."""
-    setup: Any
-    cfg: Any
-    states: list        # of account.replay
-    taken: list
-    since: int
-    course: Any         # target.Course
-    found: Any          # account.Account
-    smooth: float       # account.smoothness; NaN: nothing is predicted
-    by: str             # what the reader groups the rollouts by, or ""
-    labels: Any         # of all rollouts, by that; or None
-    with_tokens: bool   # their shares
-
-
-def told_of(world, target, text, sentence, i):
-    """Of number i: sentences, the chart, tables, groups of cards. text, sentence: a prompt, and a
-    Rollout of one row; or "" and None where the number is no sentence's."""
-    setup, cfg, states, taken, since, course, found, smooth, by, labels, with_tokens = world
-    story = told.story_of(target, course, found, i, taken, since)
-    chart = told.chart_of(story)
-    tables = [told.by_iteration(story)]
-    cards = []
-    if sentence is not None:
-        change = pieces_of(sentence, course.ends[1][i] - course.ends[0][i], setup.tokenizer)
-        cards.append({"The sentence": [(total(story.change).text(3), text, change)]})
-    rows = rows_of(taken, story.shares)
-    splits = splits_of(rows, by, labels)
-    tables.insert(0, told.gathered(rows, splits, story.digits))
-    if by:
-        tables.insert(0, told.over_time(rows, splits[by], since, story.digits))
-    if not story.is_useful:
-        return told.lines_of(story, rows, splits, by, None), chart, tables, cards
-
-    # the tokens, and the rollouts
-    by_share = [G for *_, G in walk_back(setup, states, taken, course.means)][::-1]
-    if not target.is_sampled:
-        by_share = [G[i:i + 1] for G in by_share]
-    tokens = None
-    if with_tokens:
-        tokens = told.by_token(story, setup, cfg, states, by_share)
-        tables.insert(-1, tokens)
-    is_smooth = smooth >= SMOOTH
-    directions = [x[i] for x in found.directions] if is_smooth else [G.sum(0) for G in by_share]
-    cards.append(told.cards_of(story, setup, cfg, states, directions, is_smooth))
-    return told.lines_of(story, rows, splits, by, tokens), chart, tables, cards
-
-
-def told_of_all(world, target, sentences):
-    """As told_of, of the one number or of all sentences: lists of their lines, charts ..."""
-    lines, charts, tables, cards = [], [], [], []
-    for i, (text, sentence) in enumerate(sentences or [("", None)]):
-        own_lines, own_chart, own_tables, own_cards = told_of(world, target, text, sentence, i)
-        lines += own_lines
-        charts.append(own_chart)
-        tables += own_tables
-        number = f"{i + 1}. " * (len(sentences) > 1)
-        cards += [{number + heading: some for heading, some in lists.items()}
-                  for lists in own_cards]
-    return lines, charts, tables, cards
+def sentences_asked(setup, cfg, own):
+    """[(the prompt's text, a Rollout of one row)]."""
+    rows = read_rows(own["prompts"]) if own["prompts"] else []
+    if own["prompts"] and not rows:
+        raise BadInput(f"{own['prompts']}: has no row: must have the columns prompt and completion")
+    if own["prompt"] or own["completion"]:
+        rows.append(own)
+    asked = [read_sentence(setup, cfg, row) for row in rows]
+    if own["account"]:      # completions of lowest reward, by the policy before training
+        samples = sample_completions(
+            setup, setup.policy, setup.eval_prompts, cfg, seed_for(cfg.seed, "account"))
+        batch = grpo.scored_batch(setup, samples, cfg)
+        rollout = replace(batch.rollout, allowed=None)
+        asked += [(batch.prompts[i].text, rollout[[i]])
+                  for i in batch.rewards.argsort()[:WORST].tolist()]
+    return asked
 
 
 def labels_by(folder, cfg, taken, by):
     """What the reader groups the rollouts by, for each of them: the function group(prompt,
     completion, reward, row) of the config file, a column of the prompts' file, or one of
     samples.jsonl."""
-    batches = {k.it: k.batch for k in taken}
-    rows = [(it, prompt, text, reward) for it, batch in batches.items() for prompt, text, reward in
+    rows = [(it, prompt, text, reward) for it, batch in {k.it: k.batch for k in taken}.items()
+            for prompt, text, reward in
             zip(batch.prompts, batch.completions, batch.rewards.tolist())]
     if by == "group" and by in cfg.functions:
         return [cfg.functions[by](prompt.text, text, reward, prompt.row)
                 for _, prompt, text, reward in rows]
-    if by in rows[0][1].row:
+    columns = rows[0][1].row
+    if by in columns:
         return [prompt.row.get(by) for _, prompt, *_ in rows]
     logged = {(row["iteration"], row["prompt"], row["completion"]): row
               for row in read_log(f"{folder}/samples.jsonl")}
-    known = sorted({"group"} & cfg.functions.keys() | rows[0][1].row.keys()
-                   | next(iter(logged.values()), {}).keys())
+    known = {*columns, *next(iter(logged.values()), {}), *{"group"} & cfg.functions.keys()}
     if by not in known:
         raise BadInput(f"--by={by}: must be a column of the prompts' file or of samples.jsonl, or "
-                       "`group`, a function of the config file; there are: " + ", ".join(known))
+                       f"`group`, a function of the config file: {', '.join(sorted(known))}")
     return [logged.get((it + 1, prompt.text, text), {}).get(by) for it, prompt, text, _ in rows]
+
+
+# ------------------------------------------------------------------------------------------------
+# what is told
+
+
+class Replayed(NamedTuple):
+    """A run, once more, and its account."""
+    setup: Any
+    cfg: Any
+    since: int
+    target: Any
+    states: list        # of account.replay
+    taken: list
+    course: Any         # target.Course
+    account: Any        # account.Account
+    smooth: float       # account.smoothness; NaN: nothing is predicted
+    by: str             # what the reader groups the rollouts by, or ""
+    labels: Any         # of all rollouts, by that; or None
+    with_tokens: bool   # their shares
+
+    def column(self, x, i):
+        """Of (.., K, ..) by columns first: those of number i."""
+        return x if self.target.is_sampled else x[i:i + 1]
+
+
+def story_of(run, i):
+    """The Story of sentence i, or of the one number."""
+    target, course, found = run.target, run.course, run.account
+    return told.Story(
+        target.title, run.taken, run.since, run.column(course.values.T, i).T,
+        run.column(course.gains.T, i).T, run.column(found.shares, i),
+        None if found.effects is None else found.effects[i],
+        {name: run.column(x, i) for name, x in found.rest.items()}, course.ends, target.rollouts,
+        target.folds_of)
+
+
+def told_of(run, i, sentence):
+    """What is Told of number i. sentence: (prompt, a Rollout of one row), or None where the number
+    is no sentence's."""
+    setup, cfg, course = run.setup, run.cfg, run.course
+    story = story_of(run, i)
+    rows = rows_of(run.taken, story.shares)
+    splits = splits_of(rows, run.by, run.labels)
+    tables = [told.by_group(rows, splits, story.digits), told.by_iteration(story)]
+    if run.by:
+        tables.insert(0, told.over_time(rows, splits[run.by], run.since, story.digits))
+    cards = []
+    if sentence:
+        text, row = sentence
+        change = pieces_of(row, course.ends[1][i] - course.ends[0][i], setup.tokenizer)
+        cards.append({"The sentence": [(total(story.change).text(3), text, change)]})
+
+    # the tokens, and the rollouts
+    tokens = None
+    if story.is_useful:
+        by_share = [run.column(G, i) for *_, G in walk_back(
+            setup, run.states, run.taken, course.means)][::-1]
+        if run.with_tokens:
+            tokens = told.by_token(story, setup, cfg, run.states, by_share)
+            tables.insert(-1, tokens)
+        is_smooth = run.smooth >= SMOOTH
+        directions = [G.sum(0) for G in by_share]
+        if is_smooth:
+            directions = [L[i] for L in run.account.directions]
+        cards.append(told.cards_of(story, setup, cfg, run.states, directions, is_smooth))
+    lines = told.lines_of(story, rows, splits, run.by, tokens)
+    return Told(lines, told.chart_of(story), tables, cards)
 
 
 def reward_in_words(cfg, name):
@@ -362,34 +342,37 @@ def about_run(folder, cfg, target, taken, since, end):
     return (f"An account says which of the rollouts that a run was trained on made a number rise "
             f"or fall. The run: {folder}, trained for {', '.join(names)} (higher is better) on "
             f"{rollouts} rollouts, iterations {since + 1} to {end}. The number: {target.about}. "
-            f"{told.ABOUT}")
+            "A rollout's share is an accounting entry along the run as it happened, not a "
+            "counterfactual: shares add up to the change, single ones may be large and cancel, and "
+            "none says what the number would be without the rollout.")
 
 
 def main(argv):
     """Print the account of what is asked for and write RUN/account.html."""
+    # which run, and which number
     own, flags = own_flags(argv[1:], FLAGS)
     folder = argv[0]
     cfg = load_settings([folder, *flags])
     path = newest_checkpoint(folder)
     last = read_checkpoint(path)
-    end = last["iteration"]
-    since = own["since"]
+    since, end = own["since"], last["iteration"]
     if since >= end:
         raise BadInput(f"--since={since}: must be below {end}, the iterations of {path}")
     setup = grpo.prepare(cfg, grpo.read_inputs(cfg, may_train=False))
     changed = check_run(setup, cfg, folder, path, last)
     sentences = sentences_asked(setup, cfg, own)
-    target = target_asked(setup, cfg, own, sentences)
     price = price_of(setup, folder, cfg, since, end, own["parts"])
-    if target.is_sampled and not own["exact"] and not own["held_out"]:
-        own["held_out"] = min(price.affordable, target.rollouts)
-        target = target_asked(setup, cfg, own, sentences)
+    count = max(2, cfg.num_eval_generations)        # completions of each held-out prompt
+    if not own["exact"]:
+        own["held_out"] = own["held_out"] or min(price.affordable, count * len(setup.eval_prompts))
+    target = target_asked(setup, cfg, own, sentences, count)
     # where a prediction can be trusted: docs/account.md. A factor that is detached is a constant to
     # the Hessian, so a prediction would be wrong
     detaches = getattr(objective_of(cfg), "detaches", False)
     predicts = not target.is_sampled and own["hessian"] and not detaches
     say_cost(price, target, since, end, predicts, own["exact"])
 
+    # the run once more, and its account
     start = go_to(setup, cfg, folder, since)
     states, taken = replay(setup, cfg, start, since, end, folder)
     if not taken:
@@ -401,10 +384,10 @@ def main(argv):
     found = account(setup, cfg, states, taken, course, folder, predicts=predicts)
     smooth = smoothness(setup, cfg, states, taken) if predicts else math.nan
 
+    # what is told of it
     labels = labels_by(folder, cfg, taken, own["by"]) if own["by"] else None
-    world = Replayed(setup, cfg, states, taken, since, course, found, smooth, own["by"], labels,
-                     own["exact"] or not target.is_sampled)
-    lines, charts, tables, cards = told_of_all(world, target, sentences)
-    lines += [told.say_smooth(smooth, SMOOTH), *note]
-    about = about_run(folder, cfg, target, taken, since, end)
-    show(folder, "account", about, lines, cards, tables, charts, told.TINT)
+    run = Replayed(setup, cfg, since, target, states, taken, course, found, smooth, own["by"],
+                   labels, own["exact"] or not target.is_sampled)
+    numbers = [told_of(run, i, sentence) for i, sentence in enumerate(sentences or [None])]
+    closing = [text for text in (told.say_smooth(smooth, SMOOTH), note) if text]
+    show(folder, about_run(folder, cfg, target, taken, since, end), numbers, closing)

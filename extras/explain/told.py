@@ -1,7 +1,6 @@
 """
-What is told of an account: how a number went along a run, what gave that, how far the sum can be
-trusted, which rollouts did most. account.py has the arithmetic, groups.py the groups, page.py
-writes the page.
+What is told of an account: numbers in tables first, then sentences about them. account.py has the
+arithmetic, groups.py the groups, page.py writes the page.
 
 S steps, I iterations of N rollouts, W trained weights end to end, T tokens. F folds of the held-out
 sample add up to the number; of a sentence there is one, and it is exact.
@@ -15,17 +14,17 @@ from torch.nn.utils import vector_to_parameters
 
 from common.progress import Progress
 from extras.explain.account import by_parameter
-from extras.explain.groups import at_random, counts_of, most_of, rows_of, splits_of, sums_of
+from extras.explain.groups import at_random, counts_of, most_of, sums_of
 from extras.explain.number import Number, percent, text_of, total
-from extras.explain.page import Table, chart, facts_of
-from extras.explain.sentences import best_and_worst
+from extras.explain.page import Chart, Table
 from extras.explain.words import changes_along, pieces_of, token_slopes
 from run.log import sample_rows
 
 TOO_FAR = 0.05      # the sum from the measured change: said
 USELESS = 0.5       # no rollouts are listed: the sum is so far off, or its noise is so large
-TOKENS = 12         # of those that gave most
+TOKENS = 12         # in the table: those of the largest shares
 NAMED = 3           # groups that tie in a sentence
+SHOWN = 5           # rollouts in a list
 PARTS = {"kl": "KL", "entropy": "entropy bonus", "decay": "weight decay",
          "rounding": "bfloat16's rounding"}     # names in words
 
@@ -49,8 +48,14 @@ class Story(NamedTuple):
         return self.values[-1] - self.values[0]
 
     @property
+    def given(self):
+        """{from what, in words: shares (F, I)}, without what is 0."""
+        return {"rollouts": self.shares.sum(2),
+                **{PARTS.get(name, name): x for name, x in self.rest.items() if x.any()}}
+
+    @property
     def together(self):     # (F,)
-        return self.shares.sum((1, 2)) + sum(x.sum(1) for x in self.rest.values())
+        return sum(x.sum(1) for x in self.given.values())
 
     @property
     def off(self):
@@ -69,18 +74,12 @@ class Story(NamedTuple):
     @property
     def noise(self):
         """The standard error of the sum, as a part of it."""
-        found = total(self.together)
-        return found.error / max(abs(found.value), 1e-30)
+        value, error, _ = total(self.together)
+        return error / max(abs(value), 1e-30)
 
     @property
     def is_useful(self):
         return self.error <= USELESS and self.noise <= USELESS
-
-    @property
-    def cancelling(self):
-        """How many times of their sum the shares are in size."""
-        shares = self.shares.sum(0)
-        return float(shares.abs().sum() / shares.sum().abs().clamp(min=1e-30))
 
     @property
     def digits(self):
@@ -92,145 +91,44 @@ class Story(NamedTuple):
         return total(parts).text(self.digits)
 
 
-def story_of(target, course, found, i, taken, since):
-    """The Story of sentence i, or of the one number."""
-    columns = slice(None) if target.is_sampled else slice(i, i + 1)
-    rest = {name: x[columns] for name, x in found.rest.items()}
-    effects = None if found.effects is None else found.effects[i]
-    return Story(target.title, taken, since, course.values[:, columns], course.gains[:, columns],
-                 found.shares[columns], effects, rest, course.ends, target.rollouts,
-                 target.folds_of)
-
-
 # ------------------------------------------------------------------------------------------------
-# how it went
-
-
-def change_here(ends):
-    """The Number of the change on the held-out prompts themselves, without how much prompts differ.
-    ends: (prompts, completions) before and after, by the same random numbers."""
-    change = ends[1] - ends[0]
-    error = (change.var(1) * change.shape[1]).sum().sqrt()
-    return Number(float(change.sum()), float(error))
-
-
-def course_of(story):
-    """The line of the values at both ends of the run."""
-    n = story.digits
-    first, last = story.values[[0, -1]].sum(1).tolist()
-    line = f"{story.name}: {first:.{n}f} before, {last:.{n}f} after"
-    if story.name == "log p":
-        change = last - first
-        word = "likelier" if change > 0 else "less likely"
-        return f"{line}. Training made it {math.exp(min(700, abs(change))):.3g} times {word}"
-    if not story.rollouts:
-        return f"{line}, {story.text(story.change)}"
-    line = f"{line}, {change_here(story.ends).text(n)} on these prompts"
-    if story.folds_of == "prompts":
-        line += f"; on others like them, ± {total(story.change).error:.{n}f}"
-    return line
-
-
-def rest_of(story):
-    """{name in words: shares (F, I)} of what is no rollout's, without what is 0."""
-    return {PARTS.get(name, name): x for name, x in story.rest.items() if x.any()}
+# tables
 
 
 def by_iteration(story):
     """Table: how the number went, what its steps were to give it, what its rollouts gave."""
-    n = story.digits
-    ends = {k.it: t for t, k in enumerate(story.taken, 1)}     # steps done after an iteration
-    rest = rest_of(story)
-    values = [f"{x:.{n}f}" for x in story.values.sum(1).tolist()]
-    rows = [[str(story.since), values[0], *[""] * (3 + len(rest))]]
-    before = 0
-    for it in range(story.since, story.shares.shape[1]):
-        after = ends.get(it, before)
-        numbers = [story.values[after] - story.values[before], story.gains[before:after].sum(0),
-                   story.shares[:, it].sum(1), *(x[:, it] for x in rest.values())]
-        rows.append([str(it + 1), values[after], *map(total, numbers)])
-        before = after
-    numbers = [story.change, story.gains.sum(0), story.shares.sum((1, 2)),
-               *(x.sum(1) for x in rest.values())]
-    rows.append(["all", values[-1], *map(total, numbers)])
-    header = ["iteration", f"{story.name} after it", "its change", "change by the account",
-              "from its rollouts", *(f"from {name}" for name in rest)]
-    return Table("Iteration by iteration", header, rows, n, (
+    its = torch.tensor([k.it for k in story.taken])
+    here = range(story.since, story.shares.shape[1])
+    steps = [its == it for it in here]
+    done = [int((its < it).sum()) for it in (*here, here.stop)]     # steps before an iteration
+    values = story.values[done]                                     # (iterations + 1, F)
+    columns = {
+        "its change": values.diff(dim=0),
+        "change by the account": torch.stack([story.gains[some].sum(0) for some in steps]),
+        **{f"from {'its ' * (name == 'rollouts')}{name}": x[:, story.since:].T
+           for name, x in story.given.items()}}
+    written = [f"{x:.{story.digits}f}" for x in values.sum(1).tolist()]
+    rows = [[done, value, *map(total, numbers)]
+            for done, value, *numbers in zip(here, written[1:], *columns.values())]
+    rows = [[story.since, written[0], *[""] * len(columns)],
+            *([it + 1, *cells] for it, *cells in rows),
+            ["all", written[-1], *(total(x.sum(0)) for x in columns.values())]]
+    return Table("Iteration by iteration",
+                 ["iteration", f"{story.name} after it", *columns], rows, story.digits, (
         "Columns add up, rows do not: rollouts and the rest of the loss count in the iteration "
         "that they come from, also for what they do in later steps, by AdamW's momentum."))
 
 
-def percent_off(story, digits):
-    """What the sum is off by, in percent of the change, which may be next to nothing."""
-    return "over 1000 %" if story.error > 10 else f"{100 * story.error:.{digits}f} %"
-
-
-def closing(story):
-    """The sum beside what was measured."""
-    given = {"rollouts": story.shares.sum((1, 2)),
-             **{name: x.sum(1) for name, x in rest_of(story).items()}}
-    parts = ", ".join(f"{name} {story.text(x)}" for name, x in given.items())
-    nats = " nats" if story.name == "log p" else ""
-    noise = ""
-    if story.rollouts:
-        noise = f"; ± is one standard error, by folds of the held-out {story.folds_of}"
-    off = story.off
-    return (f"account: {parts}, together {story.text(story.together)}{nats}; measured change "
-            f"{story.text(story.change)}: off by "
-            f"{off._replace(value=abs(off.value)).text(story.digits)[1:]} "
-            f"({percent_off(story, 1)}{noise})")
-
-
-def advice(story):
-    """What to do where the sum is not the change: what was rounded comes first."""
-    rounded = abs(float(story.rest["rounding"].sum())) if "rounding" in story.rest else 0.0
-    if rounded > TOO_FAR * story.size:
-        return "the run's bfloat16 rounded much of it: a run with --dtype=float32 does not"
-    if not story.off.is_known:
-        return "that is noise: more held-out rollouts, --held_out=N, know it better"
-    return "the steps are too large for a straight line: --parts=4 looks at four parts of each step"
-
-
-def warnings(story):
-    """Where the sum is not the change, or cannot be known to be."""
-    if story.error > USELESS:
-        yield (f"The sum is {percent_off(story, 0)} off the measured change, so no single rollouts "
-               f"are listed: {advice(story)}.")
-    elif story.noise > USELESS:
-        yield (f"The sum is known to ± {100 * story.noise:.0f} % of itself, so no single "
-               "rollouts are listed: more held-out rollouts, --held_out=N, know it better.")
-    elif story.error > TOO_FAR and story.off.is_known:
-        yield f"warning: {advice(story)}"
-
-
-def needed(story):
-    """How many held-out completions would do; "" where there are enough."""
-    noise = story.off.error / story.size
-    if not TOO_FAR < noise < 1:
-        return ""
-    count = story.rollouts * (noise / TOO_FAR) ** 2
-    return (f"To know the sum and the change to {100 * TOO_FAR:.0f} % takes about "
-            f"{float(f'{count:.1g}'):.0f} held-out completions at each point (--held_out=N), in "
-            f"place of {story.rollouts}.")
-
-
-# ------------------------------------------------------------------------------------------------
-# what gave it
-
-
-def gathered(rows, splits, digits):
+def by_group(rows, splits, digits):
     """Table: shares by what a person can name."""
     whole = rows.shares.sum(1)
-
-    def line(name, count, share, chance):
-        return [name, str(count), total(share), percent(share, whole), chance]
-
-    lines = [line("all", rows.n, whole, "")]
+    lines = [["all", rows.n, total(whole), percent(whole, whole), ""]]
     for split in splits.values():
         lines.append([f"by {split.what}"])
-        groups = zip(split.names, counts_of(split).tolist(), sums_of(rows, split).T,
-                     at_random(rows, split))
-        lines += [line(*group) for group in groups if group[1]]
+        lines += [[name, count, total(share), percent(share, whole), chance]
+                  for name, count, share, chance in zip(
+                      split.names, counts_of(split).tolist(), sums_of(rows, split).T,
+                      at_random(rows, split)) if count]
     header = ["rollouts", "how many", "share", "% of the sum", "as many at random"]
     return Table("Shares of the rollouts, in groups", header, lines, digits, (
         "Each split adds up to all. A group may have more than 100 %, where others are below 0. "
@@ -242,68 +140,13 @@ def gathered(rows, splits, digits):
 
 def over_time(rows, split, since, digits):
     """Table: the groups of a split, iteration by iteration."""
-    lines = []
-    for it in range(since, int(rows.iteration.max()) + 1):
-        here = rows._replace(shares=rows.shares * (rows.iteration == it))
-        lines.append([str(it + 1), *map(total, sums_of(here, split).T)])
-    lines.append(["all", *map(total, sums_of(rows, split).T)])
-    some = [i for i, count in enumerate(counts_of(split).tolist()) if count]
+    some = counts_of(split).nonzero()[:, 0].tolist()
+    its = range(since, int(rows.iteration.max()) + 1)
+    lines = [[it + 1, *map(total, sums_of(rows, split, rows.iteration == it).T[some])]
+             for it in its]
     return Table(f"Shares by {split.what}, iteration by iteration",
                  ["iteration", *(split.names[i] for i in some)],
-                 [[line[0], *(line[1 + i] for i in some)] for line in lines], digits)
-
-
-def say_push(rows, split, digits):
-    """The sum, and what either direction has of it."""
-    whole = rows.shares.sum(1)
-    parts = [f"{name} {said(share, whole, digits)}" for name, count, share in
-             zip(split.names, counts_of(split).tolist(), sums_of(rows, split).T)
-             if count and share.any()]
-    return (f"The shares of the rollouts add up to {total(whole).text(digits)}: "
-            f"{'; '.join(parts)}.")
-
-
-def said(share, whole, digits):
-    """A share in a sentence, with its part of the whole where that is known."""
-    number = total(share)
-    if not number.is_known:
-        return f"{number.text(digits)} (not known from 0)"
-    part = text_of(percent(share, whole), digits)
-    return number.text(digits) + f", {part}" * bool(part)
-
-
-def say_split(rows, split, digits, least):
-    """Which group is known to have most of the sum, and which to have pulled the other way. least:
-    no smaller share is named."""
-    whole = rows.shares.sum(1)
-    sums = sums_of(rows, split)
-    counts = counts_of(split)
-
-    def named(groups, way):
-        if not groups:
-            return f"no group is known to have pulled {way}"
-        if len(groups) > NAMED:
-            return f"which pulled most {way} is not known ({len(groups)} groups tie)"
-        if len(groups) > 1:
-            return f"{' and '.join(split.names[i] for i in groups)} tie {way}"
-        i = groups[0]
-        return (f"most {way} pulled {split.names[i]} ({int(counts[i])} of {rows.n} rollouts), "
-                f"{said(sums[:, i], whole, digits)}")
-
-    up, down = most_of(rows, split, least)
-    return f"By {split.what}: {named(up, 'up')}; {named(down, 'down')}."
-
-
-def taught(rows, splits, by, digits, least):
-    """Sentences: what gave the sum. by: what the reader asked for, or ""."""
-    asked = [by] if by else []
-    return [say_push(rows, splits["push"], digits),
-            *(say_split(rows, splits[what], digits, least)
-              for what in (*asked, "reward and push", "prompt"))]
-
-
-# ------------------------------------------------------------------------------------------------
-# which rollouts
+                 [*lines, ["all", *map(total, sums_of(rows, split).T[some])]], digits)
 
 
 def token_products(setup, cfg, states, taken, directions, places=None):
@@ -324,37 +167,49 @@ def token_products(setup, cfg, states, taken, directions, places=None):
 
 def token_parts(setup, cfg, states, taken, directions, places):
     """{place: parts (T,) of its tokens}, over all steps. directions: S of (W,)."""
-    found = dict.fromkeys(places, 0.0)
+    words = dict.fromkeys(places, 0.0)
     one = [d[None] for d in directions]
-    for k, rows, _, parts in token_products(setup, cfg, states, taken, one, set(places)):
-        for j, words in zip(rows.tolist(), parts[0]):
-            found[k.it, j] = found[k.it, j] + words
-    return found
+    for k, rows, _, parts in token_products(setup, cfg, states, taken, one, words):
+        for j, x in zip(rows.tolist(), parts[0]):
+            words[k.it, j] = words[k.it, j] + x
+    return words
 
 
 def by_token(story, setup, cfg, states, directions):
     """Table: shares by the token. directions: S of G_t (F, W)."""
     V = setup.policy.config.vocab_size
     shares = torch.zeros(len(story.shares), V, dtype=torch.float64)
-    counts = torch.zeros(2, V, dtype=torch.long)    # less likely, likelier
+    counts = torch.zeros(2, V, dtype=torch.long)    # likelier, less likely
     progress = Progress("tokens", "iteration", story.shares.shape[1] - story.since)
     for k, rows, slopes, parts in token_products(setup, cfg, states, story.taken, directions):
         ids = k.batch.rollout.tokens[rows][:, -slopes.shape[1]:].cpu()              # (n, T)
         shares.index_add_(1, ids.flatten(), parts.flatten(1).double().cpu())
-        for way, pushed in enumerate((slopes > 0, slopes < 0)):
-            counts[way] += ids[pushed.cpu()].bincount(minlength=V)
+        for count, pushed in zip(counts, (slopes < 0, slopes > 0)):
+            count += ids[pushed.cpu()].bincount(minlength=V)
         if progress.is_due():
             progress.show(k.it + 1 - story.since)
     whole = story.shares.sum((1, 2))
-    lines = [[repr(setup.tokenizer.decode([token])), str(int(counts[1, token])),
-              str(int(counts[0, token])), total(shares[:, token]),
-              percent(shares[:, token], whole)]
-             for token in shares.sum(0).abs().argsort(descending=True)[:TOKENS].tolist()]
+    rows = [[repr(setup.tokenizer.decode([i])), *counts[:, i].tolist(), total(shares[:, i]),
+             percent(shares[:, i], whole)]
+            for i in shares.sum(0).abs().argsort(descending=True)[:TOKENS].tolist()]
     header = ["token", "times made likelier", "less likely", "share", "% of the rollouts' sum"]
-    known = int((counts.sum(0) > 0).sum())
-    return Table(f"Shares of the tokens: the {len(lines)} largest of {known} by size", header,
-                 lines, story.digits,
+    known = int(counts.any(0).sum())
+    return Table(f"Shares of the tokens: the {len(rows)} largest of {known} by size", header,
+                 rows, story.digits,
                  "All tokens add up to the rollouts' sum; a token may have more than 100 %.")
+
+
+def chart_of(story):
+    """The Chart of the number along the run."""
+    values = story.values.sum(1)
+    sums = values[0] + torch.cat([torch.zeros(1), story.gains.sum(1).cumsum(0)])
+    ticks = {k.it + 1: t for t, k in enumerate(story.taken, 1)}     # an iteration's last step
+    ticks = [(t, it) for it, t in ({story.since: 0} | ticks).items()]
+    return Chart(story.name, values.tolist(), sums.tolist(), ticks[::math.ceil(len(ticks) / 12)])
+
+
+# ------------------------------------------------------------------------------------------------
+# rollouts, with their words
 
 
 def card(story, setup, cfg, place, words, last):
@@ -362,7 +217,9 @@ def card(story, setup, cfg, place, words, last):
     it, j = place
     batch = next(k.batch for k in reversed(story.taken) if k.it == it)
     row = sample_rows(it, batch, cfg)[j]
-    facts = facts_of(row, f"share {total(story.shares[:, it, j]).text(story.digits + 1)}", last)
+    share = total(story.shares[:, it, j]).text(story.digits + 1)
+    facts = (f"share {share}, iteration {it + 1}, reward {row['reward']:.3f}, advantage "
+             f"{row['advantage']:+.2f} {'▲' if row['advantage'] > 0 else '▼'}{last}")
     return facts, row["prompt"], pieces_of(batch.rollout[[j]], words, setup.tokenizer)
 
 
@@ -370,30 +227,166 @@ def cards_of(story, setup, cfg, states, directions, by_effect):
     """{heading: [(facts, prompt, Pieces)]} of the rollouts at both ends: by what the number would
     be without them, or by their shares. directions: S of (W,), of these."""
     x = story.effects if by_effect else story.shares.sum(0)                         # (I, N)
-    names = "effects" if by_effect else "shares"
-    headings = (f"Largest positive {names}", f"Largest negative {names}")
-    places = {heading: [divmod(i, x.shape[1]) for i in some]
-              for heading, some in zip(headings, best_and_worst(x.flatten()).values())}
+    order = x.flatten().argsort(descending=True)
+    signs = x.flatten()[order]
+    ends = {"positive": order[signs > 0][:SHOWN], "negative": order[signs < 0].flip(0)[:SHOWN]}
+    places = {f"Largest {way} {'effects' if by_effect else 'shares'}":
+              [divmod(i, x.shape[1]) for i in some.tolist()] for way, some in ends.items()}
     words = token_parts(setup, cfg, states, story.taken, directions, sum(places.values(), []))
     end = float(story.values[-1].sum())
 
-    def last(it, j):
+    def last(place):
         if by_effect and story.name == "log p":
-            return f"without it {end - float(story.effects[it, j]):.2f}"
+            return f", without it {end - float(story.effects[place]):.2f}"
         return ""
 
-    return {heading: [card(story, setup, cfg, place, words[place], last(*place)) for place in some]
+    return {heading: [card(story, setup, cfg, place, words[place], last(place)) for place in some]
             for heading, some in places.items()}
 
 
 # ------------------------------------------------------------------------------------------------
-# all of it
+# sentences: what gave the sum
 
 
-ABOUT = ("A rollout's share is bookkeeping along the run as it happened. Shares add up to the "
-         "change; single ones may be large and cancel. A share does not say what the number would "
-         "be without the rollout.")
-TINT = "part of the share"
+def said(share, whole, digits):
+    """A share, with its part of the whole where that is known."""
+    number = total(share)
+    if not number.is_known:
+        return f"{number.text(digits)} (not known from 0)"
+    part = text_of(percent(share, whole), digits)
+    return number.text(digits) + f", {part}" * bool(part)
+
+
+def say_push(rows, split, digits):
+    """The sum, and what either direction has of it."""
+    whole = rows.shares.sum(1)
+    parts = [f"{name} {said(share, whole, digits)}" for name, share in
+             zip(split.names, sums_of(rows, split).T) if share.any()]
+    return (f"The shares of the rollouts add up to {total(whole).text(digits)}: "
+            f"{'; '.join(parts)}.")
+
+
+def say_split(rows, split, digits, least):
+    """Which group is known to have most of the sum, and which to have pulled the other way. least:
+    no smaller share is named."""
+    def named(groups, way):
+        if not groups:
+            return f"no group is known to have pulled {way}"
+        if len(groups) > NAMED:
+            return f"which pulled most {way} is not known ({len(groups)} groups tie)"
+        if len(groups) > 1:
+            return f"{' and '.join(split.names[i] for i in groups)} tie {way}"
+        i, = groups
+        share = said(sums_of(rows, split)[:, i], rows.shares.sum(1), digits)
+        return (f"most {way} pulled {split.names[i]} ({int(counts_of(split)[i])} of {rows.n} "
+                f"rollouts), {share}")
+
+    ends = zip(most_of(rows, split, least), ("up", "down"))
+    return f"By {split.what}: {'; '.join(named(*end) for end in ends)}."
+
+
+def say_answer(rows, splits, by, digits, least):
+    """Sentences: what gave the sum. by: what the reader asks for, or ""."""
+    asked = [by] if by else []
+    return [say_push(rows, splits["push"], digits),
+            *(say_split(rows, splits[what], digits, least)
+              for what in (*asked, "reward and push", "prompt"))]
+
+
+def say_tokens(table):
+    """The tokens that are known to have given most. table: by_token's, or None."""
+    most = [f"{name} {part.text(0)}" for name, *_, share, part in (table.rows if table else [])
+            if part and part.value > 0 and share.is_known]
+    return f"Tokens, by their part of the rollouts' sum: {', '.join(most[:3])}." if most else ""
+
+
+# ------------------------------------------------------------------------------------------------
+# sentences: how it went, and how far the account can be trusted
+
+
+def say_course(story):
+    """The line of the values at both ends of the run."""
+    n = story.digits
+    first, last = story.values[[0, -1]].sum(1).tolist()
+    line = f"{story.name}: {first:.{n}f} before, {last:.{n}f} after"
+    change = last - first
+    if story.name == "log p":
+        word = "likelier" if change > 0 else "less likely"
+        return f"{line}. Training made it {math.exp(min(700, abs(change))):.3g} times {word}"
+    if not story.rollouts:
+        return f"{line}, {story.text(story.change)}"
+    # on the held-out prompts themselves, by the same random numbers before and after: without how
+    # much prompts differ
+    moved = story.ends[1] - story.ends[0]                   # (prompts, completions)
+    error = float((moved.var(1) * moved.shape[1]).sum().sqrt())
+    line += f", {Number(float(moved.sum()), error).text(n)} on these prompts"
+    if story.folds_of == "prompts":
+        line += f"; on others like them, ± {total(story.change).error:.{n}f}"
+    return line
+
+
+def percent_off(story, digits):
+    """What the sum is off by, in percent of the change, which may be next to nothing."""
+    return "over 1000 %" if story.error > 10 else f"{100 * story.error:.{digits}f} %"
+
+
+def say_sum(story):
+    """The sum beside what was measured."""
+    parts = ", ".join(f"{name} {story.text(x.sum(1))}" for name, x in story.given.items())
+    nats = " nats" * (story.name == "log p")
+    noise = ""
+    if story.rollouts:
+        noise = f"; ± is one standard error, by folds of the held-out {story.folds_of}"
+    off = story.off._replace(value=abs(story.off.value)).text(story.digits)[1:]
+    return (f"account: {parts}, together {story.text(story.together)}{nats}; measured change "
+            f"{story.text(story.change)}: off by {off} ({percent_off(story, 1)}{noise})")
+
+
+def advice(story):
+    """What to do where the sum is not the change: what was rounded comes first."""
+    rounded = abs(float(story.rest["rounding"].sum())) if "rounding" in story.rest else 0.0
+    if rounded > TOO_FAR * story.size:
+        return "the run's bfloat16 rounded much of it: a run with --dtype=float32 does not"
+    if not story.off.is_known:
+        return "that is noise: more held-out rollouts, --held_out=N, know it better"
+    return "the steps are too large for a straight line: --parts=4 looks at four parts of each step"
+
+
+def say_far(story):
+    """Where the sum is not the change, or cannot be known to be."""
+    if story.error > USELESS:
+        yield (f"The sum is {percent_off(story, 0)} off the measured change, so no single rollouts "
+               f"are listed: {advice(story)}.")
+    elif story.noise > USELESS:
+        yield (f"The sum is known to ± {100 * story.noise:.0f} % of itself, so no single "
+               "rollouts are listed: more held-out rollouts, --held_out=N, know it better.")
+    elif story.error > TOO_FAR and story.off.is_known:
+        yield f"warning: {advice(story)}"
+
+
+def say_single(story):
+    """How far single shares are from adding up, and how much of their order is noise."""
+    single = story.shares.sum(0)
+    cancelling = float(single.abs().sum() / single.sum().abs().clamp(min=1e-30))
+    text = (f"Single shares are {cancelling:.1f} times their sum in size: where a weight has "
+            "had small gradients, as in the first steps, AdamW's small second moment scales "
+            "opposing rollouts up. Sums of groups are known better.")
+    if len(story.shares) == 1:
+        return text
+    noise = float((story.shares.var(0) * len(story.shares)).mean() / single.var())
+    return (f"{text} Of the variance of single shares, and so of the order of the lists, "
+            f"{100 * min(1.0, noise):.0f} % is noise of the held-out completions.")
+
+
+def say_needed(story):
+    """How many held-out completions would do; "" where there are enough."""
+    noise = story.off.error / story.size
+    if not TOO_FAR < noise < 1:
+        return ""
+    count = story.rollouts * (noise / TOO_FAR) ** 2
+    return (f"To know the sum and the change to {100 * TOO_FAR:.0f} % takes about "
+            f"{float(f'{count:.1g}'):.0f} held-out completions at each point (--held_out=N), in "
+            f"place of {story.rollouts}.")
 
 
 def say_smooth(smooth, bound):
@@ -412,43 +405,11 @@ def say_smooth(smooth, bound):
             "effects.")
 
 
-def say_tokens(table):
-    """The tokens that are known to have given most. table: by_token's, or None."""
-    rows = table.rows if table else []
-    most = [f"{name} {text_of(part, 0)}" for name, *_, share, part in rows
-            if part and part.value > 0 and share.is_known]
-    return f"Tokens, by their part of the rollouts' sum: {', '.join(most[:3])}." if most else ""
-
-
-def say_single(story):
-    """How far single shares are from adding up, and how much of their order is noise."""
-    text = (f"Single shares are {story.cancelling:.1f} times their sum in size: where a weight has "
-            "had small gradients, as in the first steps, AdamW's small second moment scales "
-            "opposing rollouts up. Sums of groups are known better.")
-    shares = story.shares
-    if len(shares) == 1:
-        return text
-    noise = float((shares.var(0) * len(shares)).mean() / shares.sum(0).var())
-    return (f"{text} Of the variance of single shares, and so of the order of the lists, "
-            f"{100 * min(1.0, noise):.0f} % is noise of the held-out completions.")
-
-
 def lines_of(story, rows, splits, by, tokens):
-    """Sentences. tokens: by_token's Table, or None."""
+    """All sentences about one number. tokens: by_token's Table, or None."""
     # a group that is smaller than what the sum is off by is not known, whatever its noise
     least = abs(story.off.value) if story.error > TOO_FAR else 0.0
-    found = [course_of(story), *taught(rows, splits, by, story.digits, least), say_tokens(tokens),
-             closing(story), *warnings(story)]
-    if story.is_useful:
-        found.append(say_single(story))
-    return [text for text in [*found, needed(story)] if text]
-
-
-def chart_of(story):
-    """The Chart of the number along the run."""
-    values = story.values.sum(1)
-    sums = values[0] + torch.cat([torch.zeros(1), story.gains.sum(1).cumsum(0)])
-    ticks = [(0, story.since), *((t, k.it + 1) for t, k in enumerate(story.taken, 1))]
-    ticks = list({it: (t, it) for t, it in ticks}.values())     # the last step of each iteration
-    few = ticks[::math.ceil(len(ticks) / 12)]
-    return chart(story.name, values.tolist(), sums.tolist(), few)
+    single = say_single(story) if story.is_useful else ""
+    lines = [say_course(story), *say_answer(rows, splits, by, story.digits, least),
+             say_tokens(tokens), say_sum(story), *say_far(story), single, say_needed(story)]
+    return [text for text in lines if text]

@@ -15,6 +15,7 @@ import torch
 import grpo
 from common.script import seed_for
 from common.variants import variant
+from extras.step.influence import scored_step
 from loss import Step, loss_of
 from rollout import completion_logprobs
 from run.checkpoint import load_checkpoint, newest_checkpoint
@@ -59,13 +60,14 @@ def debug_step(argv, setup, cfg):
     seed = seed_for(cfg.seed, "rows", it)
     old = [p.detach().clone() for p in setup.trained]
     norms = {}
+    scored = scored_step(setup, batch, held_out, cfg, seed) if cfg.tracin != "off" else None
     m = grpo.kl_grad_share(setup, batch, cfg, seed) | grpo.update(
         setup, batch, held_out, cfg, seed, check=True, watch=watcher(setup, norms))
     phase("loss")
     print_loss(m, cfg)
     if "tracin/selected_ratio" in m:    # influence has scored a step
         phase(f"influence on {cfg.tracin}: what a small step on a row does for the target")
-        print_influence(m, setup, batch)
+        print_influence(m, setup, batch, scored)
     phase("gradient norms before and after clipping")
     print_norms(norms, cfg)
     phase("moved: what the update changed")
@@ -256,18 +258,23 @@ def print_loss(m, cfg):
           f"largest difference of log-probs is {difference:.1e}")
 
 
-def print_influence(m, setup, batch):
-    """Print how many rows help, and the rows that help and harm most."""
+def print_influence(m, setup, batch, scored):
+    """Print how many rows help, what influence goes with, and the rows that help and harm most,
+    token by token. scored: the first step, by scored_step."""
     print(f"  {100 * m['tracin/positive_ratio']:.0f} % of the rows are positive, "
           f"{100 * m['tracin/negative_ratio']:.0f} % negative, {100 * m['tracin/zero_ratio']:.0f} "
           f"% zero; {100 * m['tracin/selected_ratio']:.0f} % are kept")
     print(f"  influence: mean {m['tracin/mean_ip']:.3e}, std {m['tracin/std_ip']:.3e}, min "
           f"{m['tracin/min_ip']:.3e}, max {m['tracin/max_ip']:.3e}")
+    print(f"  the target's two halves: cosine {m.get('tracin/target_cosine', math.nan):.2f} (0: "
+          f"noise, 1: signal); rows on their own parts of it: {scored.self_share:.0%} of all "
+          "influence")
+    print("  rank correlation with", ", ".join(
+        f"{name} {r:+.2f}" for name, r in scored.likeness.items()) or "nothing")
     print("  check: a weighted sum of the scores, and the gradients, agree with plain backwards")
-    helps = int(batch.influence.nan_to_num(-math.inf).argmax())      # NaN: left out of the step
-    harms = int(batch.influence.nan_to_num(math.inf).argmin())
-    for what, i in (("helps", helps), ("harms", harms)):
+    for what, i in (("helps", scored.helps), ("harms", scored.harms)):
         print_completion(f"{what} most ({batch.influence[i]:+.2e})", i, setup, batch)
+        print_tokens(i, setup, batch, {"influence": scored.words[i]})
 
 
 def print_norms(norms, cfg):

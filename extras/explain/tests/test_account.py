@@ -196,7 +196,7 @@ def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
     world = run_of(KINDS[kind], tmp_path)
     setup, cfg, states, taken, sentence = world
     weights = [x[0] for x in states]
-    course, found = account_of(world, sentence, tmp_path, hessian=False)
+    course, found = account_of(world, sentence, tmp_path, predicts=False)
     check_shares(world, found, [slope_by_hand(setup, cfg, x, sentence) for x in weights])
 
     course = follow(held_out_of(setup, cfg), states, str(tmp_path))
@@ -213,7 +213,7 @@ def test_what_the_rollouts_leave_of_a_gradient_is_the_rest_of_the_loss(tmp_path)
     """The share of one part alone takes no pass of its own, and is that of such a pass."""
     world = run_of(KINDS["lora"] | dict(lora_rank=0), tmp_path)
     setup, cfg, states, taken, sentence = world
-    course, found = account_of(world, sentence, tmp_path, hessian=False)
+    course, found = account_of(world, sentence, tmp_path, predicts=False)
     by_pass = torch.zeros(ITERATIONS).double()
     for k, before, _, _, G in walk_back(setup, states, taken, course.means):
         vector_to_parameters(before[0].clone(), setup.trained)
@@ -298,7 +298,7 @@ def straight_error(kind, tmp_path, rate, parts=1):
     iteration: the rollouts are the same at any rate."""
     world = run_of(KINDS[kind], tmp_path, 1, learning_rate=rate)
     sentences = concatenate([row_of([2, 3], [4, i, 0], world[0].device) for i in range(1, 6)])
-    course, found = account_of(world, sentences, tmp_path, parts, hessian=False)
+    course, found = account_of(world, sentences, tmp_path, parts, predicts=False)
     return float((found.together - course.change).norm() / found.shares.abs().sum((1, 2)).norm())
 
 

@@ -246,12 +246,12 @@ def folds(shares, noise):
 def sentences(story, by="", labels=None):
     rows = rows_of(story.taken, story.shares)
     splits = splits_of(rows, by, labels)
-    return told_module.taught(rows, splits, by, 2, 0.0)
+    return told_module.say_answer(rows, splits, by, 2, 0.0)
 
 
 def table_of(story):
     rows = rows_of(story.taken, story.shares)
-    return told_module.gathered(rows, splits_of(rows), 2)
+    return told_module.by_group(rows, splits_of(rows), 2)
 
 
 def test_a_group_is_named_where_it_is_known_and_ties_are_ties():
@@ -348,8 +348,8 @@ def test_what_is_left_of_many_prompts_is_no_group_that_is_named():
 def test_where_the_noise_of_the_sum_is_large_no_single_rollout_is_told():
     certain, unsure = (planted(folds([1.0] * 8, noise)) for noise in (0.1, 40.0))
     assert certain.is_useful and not unsure.is_useful
-    assert not list(told_module.warnings(certain))
-    assert "single" in list(told_module.warnings(unsure))[0]
+    assert not list(told_module.say_far(certain))
+    assert "single" in list(told_module.say_far(unsure))[0]
 
 
 def test_advice_asks_first_what_was_rounded():
@@ -377,8 +377,9 @@ def test_the_completions_that_five_percent_would_take_are_said():
     """A noise of twice that takes four times as many."""
     story = planted(folds([1.0] * 8, 0.01))
     away = torch.tensor([1.0, -1.0] * 4) * 0.8 * (7 / 8 / 8) ** 0.5     # 0.8 is a tenth of all
-    assert "400" in told_module.needed(story._replace(values=story.values + away * story.values))
-    assert not told_module.needed(story)
+    noisy = story._replace(values=story.values + away * story.values)
+    assert "400" in told_module.say_needed(noisy)
+    assert not told_module.say_needed(story)
 
 
 @pytest.mark.parametrize("since, start", [(1, 0), (2, 2), (3, 2), (4, 4)])
@@ -467,7 +468,7 @@ def test_what_cannot_be_answered_is_refused_by_name(run, tmp_path):
     refuses("--target", *ASKED, "--target=reward")
     refuses(("--target", "reward"), "--target=judge")
     refuses("--since", *ASKED, "--since=4")
-    refuses("'before'", *ASKED, "--before=True")        # that is for the next iteration
+    refuses("'before'", *ASKED, "--before=True")        # that is a flag of sample.py
     refuses("learning_rate", *ASKED, "--learning_rate=1.0")
     for flag in ("--prompt=the", "--completion=a"):
         refuses("tokens", flag)
@@ -481,12 +482,6 @@ def test_what_cannot_be_answered_is_refused_by_name(run, tmp_path):
     changed.write_text(RULE.replace("0.1", "0.2"))
     refuses(folder, *ASKED, config=str(changed))
     assert_refused(folder, explain.main, [folder, *ASKED])      # its functions are not run unasked
-
-
-def test_a_completion_that_top_k_left_out_is_refused(run):
-    folder = run("one backward")
-    asked = ["--prompt=the", "--completion=\u20ac\u20ac"]
-    assert_refused("completion", explain.main, [folder, f"{folder}/config.py", *asked])
 
 
 def test_checkpoints_of_another_run_are_seen(run, tmp_path):

@@ -1,10 +1,13 @@
 """--debug_step: an iteration taken apart. Its numbers are those of the run."""
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import grpo
+from extras.step.influence import rank_correlations
 from rollout import completion_logprobs
 from worlds import read_rows, skip_without
 
@@ -247,3 +250,50 @@ def test_influence_is_taken_apart_and_rows_without_it_neither_help_nor_harm(
     found = [float(x) for x in re.findall(r"most \((\S+)\)", out)]
     assert len(found) == shown, "rows of no step have no influence"
     assert found == sorted(found, reverse=True) and not math.isnan(sum(found)), out
+
+
+INFLUENCES = {
+    "self": ["--tracin=self"],
+    "leave one out": [
+        "--tracin=advantage", "--tracin_leave_one_out=True", "--tracin_adam=True", "--top_k=20",
+        "--zero_std_groups=drop", "--temperature=0.8"],
+    "held out": [
+        "--tracin=reward", "--tracin_val_prompts=3", "--tracin_target_ema=0.8", "--beta=0.1",
+        "--entropy_coef=0.01"]}
+
+
+@pytest.mark.parametrize("name", INFLUENCES)
+def test_influence_is_the_runs_and_its_words_add_up(name, run_grpo, taken_apart, tmp_path):
+    """Of the iteration after a checkpoint, and taking it apart changes none of the numbers."""
+    skip_without("explain")
+    (tmp_path / "rule.py").write_text(NONE_ARE_EQUAL)
+    run, flags = f"{tmp_path}/run", [tmp_path / "rule.py", *NO_JUDGE, *INFLUENCES[name]]
+    run_grpo(run, *flags, "--max_iters=2")
+    text = part_of(taken_apart(run, *flags), "influence")
+    run_grpo(run, *flags, "--max_iters=3", "--resume=True")
+    written = [row["influence"] for row in read_rows(f"{run}/samples.jsonl")
+               if row["iteration"] == 3 and row["influence"] is not None]
+    shown = [float(x) for x in re.findall(r"most \((\S+)\)", text)]
+    assert shown == pytest.approx([max(written), min(written)], rel=1e-2), "of another step"
+    for influence, table in zip(shown, tables(text), strict=True):
+        words = column(table, "influence")
+        assert len(words) > 1
+        size = sum(map(abs, words))
+        assert sum(words) == pytest.approx(influence, rel=1e-2, abs=1e-3 * size)
+
+
+@pytest.mark.parametrize("name", ["reward", "advantage", "|advantage|", "length"])
+def test_what_influence_goes_with_is_named(name):
+    """By ranks, of rows whose reward is known; nothing is said of what is equal in all of them."""
+    n = 300
+    noise = torch.randn(2, n, generator=torch.Generator().manual_seed(3))
+    batch = SimpleNamespace(
+        rewards=noise[0], row_advantages=noise[1],
+        rollout=SimpleNamespace(sampled_mask=torch.arange(7) <= torch.arange(n)[:, None] % 7))
+    columns = {"reward": noise[0].exp(), "advantage": noise[1] ** 3,
+               "|advantage|": noise[1].abs().sqrt(), "length": -(torch.arange(n) % 7).float()}
+    found = rank_correlations(batch, torch.arange(n), columns[name])
+    assert found[name] == pytest.approx(-1.0 if name == "length" else 1.0, abs=1e-6)
+    assert all(abs(r) < .3 for other, r in found.items() if other != name)
+    batch.rewards = torch.full((n,), 0.5).index_fill(0, torch.arange(9), math.nan)
+    assert "reward" not in rank_correlations(batch, torch.arange(n), columns[name])

@@ -1,0 +1,89 @@
+"""
+Influence in a step that is not taken yet: on each rollout, on its tokens, and what it goes with.
+
+The step scores its rollouts itself. It is done here before it, since a token's influence needs the
+gradient that they were scored against, and the tape where the rollout's own part is left out.
+"""
+import copy
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+import grpo
+from common.script import seed_for
+from tracin import Recording, find_influence
+
+
+def scored_against(recording, scores, row):
+    """{parameter: tensor}: what a row was scored against."""
+    if not recording.cfg.door("without_own_part"):
+        return scores.direction
+    itself = torch.arange(len(scores.coef), device=scores.coef.device) == row
+    own = recording.tape.gradient(itself)
+    return {p: g - scores.coef[row] * scores.scale.get(p, 1) * own[p]
+            for p, g in scores.direction.items()}
+
+
+def token_influence(recording, scores, row):
+    """Influence (T,) of the tokens of a row, which adds up to the row's; None without
+    extras/explain, which has the derivatives."""
+    if not find_spec("extras.explain"):
+        return None
+    from extras.explain.words import logprob_changes, token_slopes
+    setup, cfg, batch = recording.setup, recording.cfg, recording.batch
+    slopes = token_slopes(setup, cfg, batch, recording.step)                        # (N, T)
+    direction = scored_against(recording, scores, row)
+    changes = logprob_changes(setup.policy, direction, batch.rollout[[row]], cfg.temperature)
+    return slopes[row] * changes[0]
+
+
+def ranks(x):
+    """Rank of each of some values; equal ones share a rank."""
+    _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts + 1) / 2)[inverse].double()
+
+
+def rank_correlations(batch, rows, influence):
+    """{name: Spearman's rank correlation} of the influence (n,) of some rows with what a person can
+    name; without what is equal in all rows, or not known."""
+    rows = rows.cpu()
+    advantages = batch.row_advantages.cpu()[rows]
+    columns = {"reward": batch.rewards[rows], "advantage": advantages,
+               "|advantage|": advantages.abs(),
+               "length": batch.rollout.sampled_mask.cpu()[rows].sum(1)}
+    known = ~columns["reward"].isnan()
+    pairs = {name: torch.stack([ranks(influence.cpu()[known]), ranks(x[known])])
+             for name, x in columns.items()}
+    found = {name: float(torch.corrcoef(pair)[0, 1]) for name, pair in pairs.items()}
+    return {name: r for name, r in found.items() if r == r}
+
+
+class Scored(NamedTuple):
+    """A step, scored before it is taken."""
+    helps: int          # row of the highest influence
+    harms: int          # of the lowest
+    words: dict         # {row: influence (T,) of its tokens, or None} of both
+    self_share: float   # of all influence, that on own parts of the target; NaN: not known
+    likeness: dict      # {name: rank correlation of influence with that}
+
+
+def scored_step(setup, batch, held_out, cfg, seed):
+    """The first step of an update -> Scored; None if there is none."""
+    step = next(grpo.optimizer_steps(batch, cfg, seed), None)
+    if step is None:
+        return None
+    # the update will average its target, too
+    setup = replace(setup, target_average=copy.copy(setup.target_average))
+    fresh = not batch.is_replayed
+    batch = replace(batch, row_weights=torch.ones_like(batch.row_weights),
+                    policy_mask=grpo.policy_mask_of(setup, batch, step, fresh, cfg))
+    with Recording(setup, batch, step, fresh, cfg) as recording:
+        for loss, rows in recording.passes():
+            recording.backward(loss, rows)
+    scores = find_influence(recording, held_out, seed_for(seed, "select", 0)).scores
+    ends = [int(step.rows[i]) for i in (scores.influence.argmax(), scores.influence.argmin())]
+    words = {row: token_influence(recording, scores, row) for row in ends}
+    return Scored(*ends, words, float(scores.self_share),
+                  rank_correlations(batch, step.rows, scores.influence))
