@@ -115,8 +115,8 @@ def by_iteration(story):
             ["all", written[-1], *(total(x.sum(0)) for x in columns.values())]]
     return Table("Iteration by iteration",
                  ["iteration", f"{story.name} after it", *columns], rows, story.digits, (
-        "Columns add up, rows do not: rollouts and the rest of the loss count in the iteration "
-        "that they come from, also for what they do in later steps, by AdamW's momentum."))
+        "Columns add up; rows do not, because a rollout is credited to its own iteration even for "
+        "what it does later, through AdamW's momentum. So is the rest of the loss."))
 
 
 def by_group(rows, splits, digits):
@@ -152,7 +152,7 @@ def over_time(rows, split, since, digits):
 def token_products(setup, cfg, states, taken, directions, places=None):
     """For each step, and some of its rows: (step, rows (n,), slopes (n, T) of the loss by the
     log-probs of their tokens, parts (F, n, T) of <g_i, direction>). directions: S of (F, W).
-    places: (iteration, number) of the rollouts that are asked for; None: all."""
+    places: (iteration, number) of the rollouts; None: all."""
     for k, before, direction in zip(taken, states, directions):
         here = [j for j in k.step.rows.tolist() if places is None or (k.it, j) in places]
         if not here:
@@ -286,7 +286,7 @@ def say_split(rows, split, digits, least):
 
 
 def say_answer(rows, splits, by, digits, least):
-    """Sentences: what gave the sum. by: what the reader asks for, or ""."""
+    """Sentences: what gave the sum. by: the reader's own split, or ""."""
     asked = [by] if by else []
     return [say_push(rows, splits["push"], digits),
             *(say_split(rows, splits[what], digits, least)
@@ -348,7 +348,7 @@ def advice(story):
     if rounded > TOO_FAR * story.size:
         return "the run's bfloat16 rounded much of it: a run with --dtype=float32 does not"
     if not story.off.is_known:
-        return "that is noise: more held-out rollouts, --held_out=N, know it better"
+        return "that is noise, which more held-out completions make smaller (--held_out=N)"
     return "the steps are too large for a straight line: --parts=4 looks at four parts of each step"
 
 
@@ -359,7 +359,7 @@ def say_far(story):
                f"are listed: {advice(story)}.")
     elif story.noise > USELESS:
         yield (f"The sum is known to ± {100 * story.noise:.0f} % of itself, so no single "
-               "rollouts are listed: more held-out rollouts, --held_out=N, know it better.")
+               "rollouts are listed: take more held-out completions (--held_out=N).")
     elif story.error > TOO_FAR and story.off.is_known:
         yield f"warning: {advice(story)}"
 
@@ -384,25 +384,22 @@ def say_needed(story):
     if not TOO_FAR < noise < 1:
         return ""
     count = story.rollouts * (noise / TOO_FAR) ** 2
-    return (f"To know the sum and the change to {100 * TOO_FAR:.0f} % takes about "
-            f"{float(f'{count:.1g}'):.0f} held-out completions at each point (--held_out=N), in "
-            f"place of {story.rollouts}.")
+    return (f"To know the sum and the change to {100 * TOO_FAR:.0f} % would take about "
+            f"{float(f'{count:.1g}'):.0f} held-out completions at each point (--held_out=N), not "
+            f"{story.rollouts}.")
 
 
 def say_smooth(smooth, bound):
-    """How far single rollouts can be trusted. smooth: account.smoothness; NaN: nothing is
-    predicted."""
+    """Are there predictions? smooth: account.smoothness; NaN: there are none."""
     if smooth != smooth:
-        return ("What the number would be without a rollout is not predicted: for a reward no "
-                "check could tell where such a prediction is right, and without the Hessian too "
-                "many are wrong (docs/account.md). The lists are by share.")
+        return ("No leave-one-out predictions: for a reward they cannot be validated, and without "
+                "the Hessian too many are wrong (docs/account.md). Lists are ordered by share.")
     scale = f"{smooth:.2f}; 1: smooth, 0: chance"
     if smooth < bound:
-        return (f"The run is rough ({scale}; predictions need {bound:.2f}): what the number would "
-                "be without a rollout cannot be predicted. The lists are by share.")
+        return (f"The run is rough ({scale}; predictions need {bound:.2f}): no leave-one-out "
+                "predictions. Lists are ordered by share.")
     return (f"The run is smooth ({scale}; predictions need {bound:.2f}): small changes of its "
-            "rollouts change it nearly as predicted. The lists are in the order of the predicted "
-            "effects.")
+            "rollouts change it nearly as predicted. Lists are ordered by predicted effect.")
 
 
 def lines_of(story, rows, splits, by, tokens):
