@@ -26,7 +26,7 @@
 # %pip install -q -r ../../requirements.txt matplotlib
 # ```
 #
-# (after a restart of its kernel `%cd` again). Neither Windows nor Colab has been tried.
+# After a restart of its kernel `%cd` again. Neither Windows nor Colab has been tried.
 #
 # **Try** is a question: first predict, then change what it names, run all cells, and change it
 # back. **Write** asks for a line of yours in place of the dots, and the next line says whether it
@@ -48,10 +48,9 @@ print(*loop_of("nano.py"), sep="\n")
 # ## 1. A small world
 # The policy is a GPT of 300,000 weights that has read made-up sentences of eight words
 # (`config/lesson.py`). It is a file, so everybody sees the same numbers, up to section 8, where
-# rounding adds up over many steps. A prompt is the first
-# three words, so a completion should be five words and an end token. The reward is a rule: the
-# share of the letter e in a completion. `setup` has the models and the optimizer, `cfg` the
-# settings, such as `cfg.epsilon`.
+# rounding adds up over many steps. A prompt is the first three words, so a completion should be
+# five words and an end token. The reward is a rule: the share of the letter e in a completion.
+# `setup` has the models and the optimizer, `cfg` the settings, such as `cfg.num_generations`.
 
 # %%
 flags = []      # to try something: ["--temperature=0.3"]

@@ -253,6 +253,7 @@ def check_guess(number, guess):
     right too."""
     fault = FAULTS[number - 1]
     file, _, line = guess.rpartition(":")
+    file = Path(file).as_posix()        # judge\rewards.py and ./loss.py, too
     if not line.isdigit() or not os.path.isfile(f"{ROOT}/{file}"):
         raise BadInput(f"--guess={guess}: must be FILE:LINE of the project, like loss.py:90")
     noted(number, guesses=noted(number)["guesses"] + 1)

@@ -63,7 +63,7 @@ def test_the_line_and_its_neighbours_count_as_found(number):
 
 def test_the_score_card_counts_what_was_found_without_the_answer():
     fault = FAULTS[1]
-    right = f"--guess=loss.py:{hunt.lines_of(fault.file, fault.old)[0]}"
+    right = f"--guess=./loss.py:{hunt.lines_of(fault.file, fault.old)[0]}"
     hunt.noted(2, began=hunt.time.time() - 120)
     for flag in ("--hint", "--guess=nano.py:1", right, "--answer"):
         printed(hunt.main, ["2", flag])
