@@ -766,8 +766,6 @@ MISTAKES = [
     # test_runs.py
     *of("run/policy.py", "test_runs.py::test_a_policy_with_a_part_that_is_not_here_is_one_line",
         ("a policy's folder is not asked for", "        check_extras(policy_extras(cfg))\n", "")),
-    *of("run/log.py", "test_runs.py::test_a_repetition_that_differs_is_said",
-        ("a repetition is not compared", 'if m["iteration"] in self.earlier:', "if False:")),
     *of("run/run.py",
         "test_runs.py::test_nothing_is_lost_where_ctrl_c_makes_a_reward_fail"
         "[so that iteration 3 fails]",

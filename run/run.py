@@ -12,29 +12,29 @@ from run.checkpoint import begin_logs, resume, write_run_config
 from run.evaluation import evaluate
 from run.folder import claimed_folder
 from run.inputs import makes_another_evaluation, since_change, what_was_read
-from run.log import Log, logged_rewards
+from run.log import Log
 from run.policy import keep_base
-from run.report import print_table, print_verdict
+from run.report import StepLog, print_table, print_verdict
 from run.saver import Saver
 
 MOST_UNSCORED = 3       # iterations in a row in which every reward is None: then a run ends
 
 
 def is_due(done, interval):
-    """Whether it is after every `interval` iterations; 0: never."""
+    """True after every `interval` iterations; interval 0: never."""
     return interval > 0 and done % interval == 0
 
 
 def is_failure(error):
-    """Whether a block ended by a failure: not by its end, by words that end a run, or by a second
-    signal. A KeyboardInterrupt without words is that of another process."""
+    """True for a crash; False at a normal end, after SystemExit, and after a second Ctrl-C. A
+    KeyboardInterrupt without words comes from a different process, and counts as a crash."""
     if isinstance(error, KeyboardInterrupt):
         return not error.args
     return isinstance(error, Exception)
 
 
 class Run:
-    """A run: see main and train of grpo.py. log: what it prints and logs; saver: its
+    """A run, as main and train in grpo.py use it. log: its lines, warnings and rows; saver: its
     checkpoints."""
 
     def __init__(self, cfg):
@@ -44,7 +44,7 @@ class Run:
         self.stopped = lambda: False            # whether a signal was heard
 
     def __enter__(self):
-        # a folder of its own, which rank 0 locks for all
+        # rank 0 locks the folder for all processes
         cfg = self.cfg
         self.until_end = contextlib.ExitStack()
         if not cfg.debug_step:
@@ -54,7 +54,7 @@ class Run:
             cfg.out_dir, cfg.resume = all_gather([claim])[0]
         self.folder = cfg.out_dir
 
-        # say what is not as usual
+        # print which settings differ from the defaults
         print("settings: " + (cfg.named or "none is set, all have their defaults"))
         for name, value in cfg.changed.items():
             print(f"    {name} = {value!r}")
@@ -70,8 +70,8 @@ class Run:
                 print(kept, flush=True)
                 return
 
-            # after a signal something failed: a terminal's Ctrl-C ends also the processes that a
-            # reward waits for. The signal ends the run; what failed meanwhile is named
+            # a terminal's Ctrl-C also ends the processes that a reward waits for, so the reward
+            # fails. The signal ends the run, and names that failure
             raise KeyboardInterrupt(f"{kept} (meanwhile: {shown(str(error), 120)})") from error
 
     def is_evaluated(self, done):
@@ -84,33 +84,32 @@ class Run:
         self.log.evaluation(iteration, *found)
 
     def begin(self, setup):
-        """From the start, or from the checkpoint of an interrupted run."""
-        # from now on a signal waits until what is at work can be saved
+        """Begin at the start, or at the last checkpoint of an interrupted run."""
+        # from now on a signal waits until the iteration can be saved
         cfg = self.cfg
         self.setup = setup
         self.stopped = self.until_end.enter_context(interrupts())
         setup.has_read = what_was_read(setup, cfg)
 
-        # new logs, or those of the interrupted run, cut to its last checkpoint
-        done, num_tokens, rewards = None, 0, {}
+        # new logs, or those of the interrupted run up to its last checkpoint
+        done, num_tokens = None, 0
         if cfg.resume:
-            rewards = logged_rewards(f"{self.folder}/metrics.jsonl")
             done, num_tokens = resume(self.folder, setup, cfg)          # cuts the log
             self.saver.saved = done
         else:
             begin_logs(self.folder, cfg)
 
-        # processes that differ now would sum gradients of different policies
+        # if processes differ now, they would add up gradients of different policies
         everyone = all_gather([(hash_of(setup.base), done, hash_of(setup.policy))])
         if len(set(everyone)) > 1:
             raise BadInput(
                 f"the processes begin with different weights: out_dir = {self.folder!r} (and "
                 "cache_dir, where models are made) must be the same folder on all machines")
 
-        # what this run is, for whoever finds its folder
+        # config.json says what this run is
         write_run_config(self.folder, cfg, setup.device, setup.changes)
         keep_base(self.folder, setup, cfg, is_new=done is None)
-        self.log.begin(self.folder, setup, done, num_tokens, rewards)
+        self.log.begin(self.folder, setup, done, num_tokens)
         self.saver.begin(self.folder, setup, cfg, self.log)
 
         # an evaluation and a checkpoint of the policy before training
@@ -119,24 +118,24 @@ class Run:
             self.evaluate(0)
             self.saver.save(0)
         elif self.is_evaluated(done) and not self.log.has_evaluation(done):
-            self.evaluate(done)     # it failed after a signal
+            self.evaluate(done)     # it was interrupted
             self.saver.save(done)
 
-        # after a failure in a step, what the last whole iteration left is saved
+        # a later failure saves the last whole iteration
         self.saver.mark_whole(self.start)
 
     def step_log(self):
-        """An iteration begins -> its StepLog. An evaluation may have drawn random numbers since the
-        last one."""
+        """Begin an iteration -> its StepLog. An evaluation may have drawn random numbers since the
+        last one, so what a failure would save is marked anew."""
         self.saver.mark_whole(self.saver.done)
-        return self.log.step_log()
+        return StepLog(self.setup.device, self.cfg.log_micro)
 
     def end_iteration(self, done):
-        """Evaluate and save, where that is due. After Ctrl-C save and leave."""
+        """Evaluate and save where that is due. After Ctrl-C save and leave."""
         cfg = self.cfg
         self.saver.mark_whole(done)
 
-        # has a signal asked any process to stop?
+        # did any process receive a signal?
         last = done == cfg.max_iters
         stopped = any(all_gather([self.stopped()]))
         if self.is_evaluated(done):
@@ -157,7 +156,7 @@ class Run:
         if rank_and_size()[0] > 0:
             return
 
-        # the first evaluation beside the last one, as far as both measure the same
+        # the first evaluation beside the last one, if both measure the same
         rows, why = since_change(
             read_log(f"{self.folder}/eval.jsonl"), self.setup.changes, makes_another_evaluation)
         if why:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, so that a failure loses no whole iteration."""
+"""The checkpoints of a run. A failure loses no whole iteration."""
 import copy
 
 from common.script import hash_of, shown
@@ -6,14 +6,14 @@ from run.checkpoint import random_state, save_checkpoint, set_random_state
 
 
 class Saver:
-    """Saves a run, also its last whole iteration after a failure."""
+    """Saves a run where the loop says so, and its last whole iteration after a failure."""
 
     def __init__(self):
-        self.done = None            # iterations, as what is in memory has them
-        self.saved = None           # iterations, as the newest checkpoint has them
+        self.done = None            # iterations that are done in memory
+        self.saved = None           # iterations that are done in the newest checkpoint
 
     def begin(self, folder, setup, cfg, log):
-        """log: a run.log.Log, whose count of tokens is in a checkpoint."""
+        """log: a run.log.Log, whose count of tokens goes into checkpoints."""
         self.folder = folder
         self.setup = setup
         self.cfg = cfg
@@ -27,8 +27,8 @@ class Saver:
         self.saved = iteration
 
     def mark_whole(self, done):
-        """What is in memory are so many whole iterations: remember what changes before the next
-        step."""
+        """Memory now holds `done` whole iterations. Remember what the next one changes before its
+        step: random generators, and what a rollout adds to."""
         self.done = done
         self.has_stepped = False
         self.random = random_state()
@@ -40,16 +40,16 @@ class Saver:
         self.has_stepped = True
 
     def keep_last(self):
-        """Save the last whole iteration, after something failed -> words about it."""
-        # unless there is none yet, or a step was taken since
+        """Save the last whole iteration after a failure -> a sentence about it."""
+        # unless there is none yet, or a step has changed the weights since
         if self.done is None or self.has_stepped:
-            return "what was saved last is kept, and the same command continues"
+            return "the last checkpoint is kept, and the same command continues"
         set_random_state(self.random)
         self.setup.target_average = self.average
         self.setup.seen = self.seen
         try:
             if self.saved != self.done:
                 self.save(self.done)
-        except Exception as e:      # what failed first ends the run: a disk, or a GPU, may be why
+        except Exception as e:      # a full disk, or a broken GPU, may have failed first
             return f"iteration {self.done} could not be saved ({shown(str(e), 120)})"
         return f"saved after iteration {self.done}; the same command continues"

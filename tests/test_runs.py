@@ -30,7 +30,7 @@ from run.policy import load_policy, load_run
 from run.settings import load_settings
 from worlds import (
     assert_near, assert_refused, printed, random_ids, read_rows, refusal, skip_without,
-    untimed_metrics, write_rows)
+    untimed_metrics)
 
 # a reward that draws from the three global generators, and may send a signal or fail in one call
 NOISE = """
@@ -422,18 +422,6 @@ def test_the_checkpoint_before_serves_and_half_lines_of_logs_are_cut(copy, whole
             f.write('{"iteration": 7, "lo')
     assert "ckpt_000004.pt" in go_on()
     assert_same_run(whole, copy)
-
-
-def test_a_repetition_that_differs_is_said(copy, whole, go_on):
-    """As on a GPU, where a repeated iteration may sample other tokens."""
-    os.remove(copy / "ckpt_000006.pt")
-    rows = read_rows(copy / "metrics.jsonl")
-    rows[-1]["reward"] += 0.25
-    write_rows(copy / "metrics.jsonl", rows)
-    said = re.findall("^note: repeated iterations 5 to 6: .*$", go_on(), re.M)
-    assert len(said) == 1 and "0.25" in said[0], (
-        "nothing says which iterations were repeated and how far their rewards are from before")
-    assert "repeated iterations" not in go_on("--max_iters=7"), "nothing was repeated"
 
 
 def test_a_finished_run_is_printed_again_and_made_longer(noise, whole, run_grpo, tmp_path):
