@@ -549,7 +549,8 @@ MISTAKES = [
          "pieces(ids, block_size - 1)[:1]]"),
         ("a judge that counts the cleanest piece", "float(part.max())", "float(part.min())")),
     *of("judge/rewards.py", "test_judge.py::test_a_column_does_not_hide_what_the_step_knows",
-        ("a column before a fact", "offered |= facts | {", "offered = facts | offered | {")),
+        ("a column before a fact", "offered |= (facts or {}) | {",
+         "offered = (facts or {}) | offered | {")),
     *of("run/log.py",
         "test_report.py::test_noise_counts_the_completions_that_there_are_and_prompts_that_change_"
         "together",
@@ -573,7 +574,7 @@ MISTAKES = [
         ("a range beside a type is not read", "for x in (*ranges, at_least(0))",
          "for x in (at_least(0),)")),
     *of("judge/rewards.py", "test_judge.py::test_scores_are_columns_and_none_is_nan",
-        ("a reward that abstains counts as 0", "math.nan if value is None", "0.0 if value is None")),
+        ("a reward that abstains counts as 0", "masked_fill(abstains, math.nan)", "masked_fill(abstains, 0.0)")),
 
     # test_data.py
     *of("common/files.py",

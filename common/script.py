@@ -56,8 +56,8 @@ def asked_for(name, function, offered):
     # all others by name, so that a misspelled one is refused
     unknown = [p.name for p in parameters if p.name not in offered and p.default is p.empty]
     if unknown or any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters):
-        raise BadInput(f"{name}{inspect.signature(function)}: may ask for {', '.join(offered)}, by "
-                       "these names")
+        raise BadInput(f"{name}{inspect.signature(function)}: may ask for "
+                       f"{', '.join(map(str, offered))}, by these names")
     return {p.name: offered[p.name] for p in parameters if p.name in offered}
 
 

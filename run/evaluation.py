@@ -9,7 +9,7 @@ from common.processes import all_gather, shard
 from common.script import seed_for
 from data.tokenizer import end_tokens
 from judge import judge_rewards
-from judge.rewards import reward_facts, rows_of, score
+from judge.rewards import all_scores, reward_facts
 from judge.scorer import says_nothing
 from rollout import completion_logprobs
 from run.metrics import call_metrics
@@ -141,7 +141,7 @@ def evaluate(setup, policy, cfg, iteration=0):
     # without truncation, at eval_temperature
     k = cfg.num_eval_generations
     how = replace(cfg.untruncated(cfg.eval_temperature), num_generations=k,
-                  decode_batch_size=rows_at_once(setup, cfg))
+                  decode_batch_size=rows_at_once(setup, cfg), reward_funcs=(*setup.reward_funcs,))
     rollout, prompts, completions = sample_completions(
         setup, policy, setup.eval_prompts, how, seed_for("evaluation"))
 
@@ -152,8 +152,8 @@ def evaluate(setup, policy, cfg, iteration=0):
     if "judge" in functions:    # reuse its logits
         functions["judge"] = lambda completions: judge_rewards(
             logits["judge"], completions, cfg.judge_score)
-    facts = rows_of(reward_facts(rollout, iteration, k), mine)
-    rewards = all_gather(score(functions, prompts[mine], completions[mine], facts))  # (N, K)
+    facts = reward_facts(rollout, iteration, k)
+    rewards = all_scores(functions, prompts, completions, how, facts)               # (N, K)
 
     # measure them: by rewards, by judges, by the policy before training, and by the text alone
     measures = {f"rewards/{name}": float(column.nanmean())

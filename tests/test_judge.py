@@ -160,8 +160,9 @@ def test_what_a_reward_raises_is_its_own_error():
 def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():
     for reward, names in ((lambda p, c: [], ("prompts", "completions")),
                           (lambda *texts: [], ("prompts", "completions")),
+                          (lambda completions, trainer_state: [], ("trainer_state", "ended")),
                           (lambda completions, colour: [], ("colour", "answer", "level", "text"))):
-        assert_refused(names, score, {"r": reward}, ASKED, ANSWERS)
+        assert_refused(names, tried, reward)
     later = [*ASKED * 9, Prompt("odd", [1], {"text": "odd"})]     # not among those that are tried
     assert_refused("'odd'", tried, by_column, prompts=later)
 
@@ -219,14 +220,3 @@ def test_a_column_does_not_hide_what_the_step_knows():
     cfg = settings(reward)
     assert "'ended'" in printed(check_columns, cfg, rows), "the column goes without a word"
     assert "note" not in printed(check_columns, cfg, [Prompt("I am", [1], {"n": 3})])
-
-
-def test_what_only_trl_has_is_refused_or_noted():
-    def needs(completions, trainer_state):
-        return [0] * len(completions)
-
-    def may(completions, trainer_state=None):
-        return [0] * len(completions)
-
-    assert_refused(("trainer_state", "TRL", "completion_ids"), tried, needs)
-    assert "trainer_state" in printed(tried, may)

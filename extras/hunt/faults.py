@@ -166,7 +166,7 @@ FAULTS = [
         "reward and rewards/reward/mean differ, though there is one function of weight 1: a "
         "warning says so. reward_max is 0, and rewards/reward/abstained rises.",
         two_rewards,
-        (("judge/rewards.py", "return [math.nan if value is None else next(checked)"),)),
+        (("judge/rewards.py", "columns.append(column.masked_fill(abstains, math.nan))"),)),
     Fault(
         "beta holds nothing: the log says that the policy has hardly moved, the table says that it "
         "is far away.",
