@@ -131,8 +131,6 @@ def csv_rows(lines, path):
     number = 0      # number of the last whole row
     line = 1        # line where the next row begins
     try:
-        if reader.fieldnames is not None and not any(map(str.strip, reader.fieldnames)):
-            raise BadInput(f"{path}: line 1 is empty, and must be the header")
         for number, row in enumerate(reader, 1):
             if None in row or None in row.values():
                 raise BadInput(f"{path}: row {number} has a different number of columns than the "
@@ -147,8 +145,6 @@ def csv_rows(lines, path):
 
 def json_row(line, number, path):
     """A line of a .jsonl file as a dict."""
-    if line[:1] in ("[", b"["):
-        raise BadInput(f"{path}: row {number} begins a JSON array: write one object a line")
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:
@@ -156,15 +152,6 @@ def json_row(line, number, path):
     if not isinstance(row, dict):
         raise BadInput(f"{path}: row {number} is {shown(row)}: must be a JSON object")
     return row
-
-
-def without_nul(lines, path):
-    """These lines. Refuse NUL, which shows that a file is UTF-16, not UTF-8."""
-    for number, line in enumerate(lines, 1):
-        if "\0" in line:
-            raise BadInput(f"{path}: line {number} holds NUL, so it is not UTF-8; save the file as "
-                           "UTF-8 text")
-        yield line
 
 
 def ending_of(path):
@@ -180,14 +167,13 @@ def each_row(path):
         raise BadInput(f"{path}: must end in .txt, .csv or .jsonl, or one of these and .gz")
 
     with opened_text(path) as text:
-        lines = without_nul(text, path)
         if ending == ".txt":
-            for line in lines:
+            for line in text:
                 yield {"text": line.rstrip("\r\n")}
         elif ending == ".csv":
-            yield from csv_rows(lines, path)
+            yield from csv_rows(text, path)
         else:
-            for number, line in enumerate(filter(str.strip, lines), 1):
+            for number, line in enumerate(filter(str.strip, text), 1):
                 yield json_row(line, number, path)
 
 

@@ -46,19 +46,19 @@ def numbers(what, found, *shapes, why=""):
 
 
 def asked_for(name, function, offered):
-    """Those of offered {parameter: value} that a function of the config file asks for by name; all
-    of them for **kwargs."""
-    # **kwargs takes all there is
+    """Those of offered {parameter: value} that a function of the config file names; all of them for
+    **kwargs."""
+    # by name, so that a misspelled one is refused
     parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return dict(offered)
-
-    # all others by name, so that a misspelled one is refused
-    unknown = [p.name for p in parameters if p.name not in offered and p.default is p.empty]
-    if unknown or any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters):
-        raise BadInput(f"{name}{inspect.signature(function)}: may ask for "
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    wrong = [p.name for p in by_name if p.name not in offered and p.default is p.empty]
+    wrong += [str(p) for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
+    if wrong:
+        raise BadInput(f"{name} asks for {wrong[0]!r}: it may ask for "
                        f"{', '.join(map(str, offered))}, by these names")
-    return {p.name: offered[p.name] for p in parameters if p.name in offered}
+    names = {p.name for p in by_name}
+    return {key: x for key, x in offered.items() if takes_all or key in names}
 
 
 @contextlib.contextmanager

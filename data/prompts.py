@@ -46,11 +46,7 @@ def encode_prompt(tokenizer, content, where):
                            "and this policy has no chat template")
         return tokenizer.encode_chat(content, where)
 
-    # or a plain text, unless it was read in the wrong encoding
-    try:
-        content.encode()
-    except UnicodeEncodeError as e:
-        raise BadInput(f"{where} is {shown(content)}: must be UTF-8 text") from e
+    # or a plain text
     ids = tokenizer.encode_ordinary(content)
     before = getattr(tokenizer, "before_text", [])
     return content, [*before, *ids] if ids else []      # an empty prompt stays empty

@@ -7,8 +7,6 @@ A list of optimizers steps as one: Muon for the matrices, say, and AdamW for the
 decay scale each parameter group's rate from the value that the function set. An optimizer's whole
 state must be in its state_dict(), as tensors and plain numbers: a checkpoint saves that.
 """
-import inspect
-
 import numpy as np
 import torch
 
@@ -48,10 +46,6 @@ class Several:
     def state_dict(self):
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
-    def load(self, state):
-        for optimizer, part in zip(self.optimizers, state["optimizers"], strict=True):
-            load_optimizer(optimizer, part)
-
 
 def name_of(optimizer):
     """The classes of an optimizer, to compare with a checkpoint's."""
@@ -61,10 +55,11 @@ def name_of(optimizer):
 
 def load_state(optimizer, state):
     """optimizer <- an earlier state_dict(). ValueError if it belongs to a different one."""
-    if isinstance(optimizer, Several):
-        optimizer.load(state)
-    else:
-        load_optimizer(optimizer, state)
+    is_list = isinstance(optimizer, Several)
+    optimizers = optimizer.optimizers if is_list else [optimizer]
+    states = state["optimizers"] if is_list else [state]
+    for one, part in zip(optimizers, states, strict=True):
+        load_optimizer(one, part)
 
 
 def plain(value):
@@ -133,21 +128,12 @@ def check_made(optimizers, named_parameters):
         raise BadInput(f"optimizer returned {shown(optimizers)}: must be a torch.optim.Optimizer, "
                        "or a list of them")
 
-    # a step has one gradient here
-    for one in optimizers:
-        closure = inspect.signature(one.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise BadInput(f"optimizer: {type(one).__name__} evaluates the loss several times a "
-                           "step, which this loop cannot: take one whose step() needs no closure")
-
     # a parameter that is missing would never move, one that is there twice would move twice
     ids = [id(p) for one in optimizers for group in one.param_groups for p in group["params"]]
     for name, p in named_parameters:
         if ids.count(id(p)) != 1:
             raise BadInput(f"optimizer: {name} is in it {ids.count(id(p))} times: put each of "
                            "named_parameters into one parameter group")
-    if len(ids) > len(named_parameters):
-        raise BadInput("optimizer: has parameters that are not among named_parameters")
 
 
 def make_optimizer(policy, cfg):
