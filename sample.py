@@ -16,7 +16,7 @@ from common.script import BadInput, own_flags, run_script, seed_for     # before
 
 import torch
 
-from data.prompts import Prompt, encode_prompt, note_blanks
+from data.prompts import Prompt, encode_prompt, note_texts
 from grpo import prepare, read_inputs
 from judge.rewards import reward_facts, score
 from run.checkpoint import load_checkpoint, look_at, newest_checkpoint
@@ -59,7 +59,7 @@ def answer(setup, policies, cfg, prompt, flags):
     """Print how each of policies {title: (policy, iterations done)} completes a prompt."""
     print(repr(prompt))
     if not flags["chat"]:
-        note_blanks([prompt], "this prompt")
+        note_texts(setup.tokenizer, [prompt], "this prompt")
     for title, (policy, done) in policies.items():
         completions, scores = complete(
             setup, policy, cfg, prompt, flags["num"], flags["chat"], done)

@@ -45,7 +45,7 @@ def numbers(what, found, *shapes, why=""):
     return x
 
 
-def asked_for(name, function, offered):
+def select_arguments(name, function, offered):
     """Those of offered {parameter: value} that a function of the config file names; all of them for
     **kwargs."""
     # by name, so that a misspelled one is refused

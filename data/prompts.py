@@ -9,7 +9,7 @@ import torch
 
 from common.files import ending_of, read_rows
 from common.processes import all_gather
-from common.script import BadInput, asked_for, seed_for, shown
+from common.script import BadInput, select_arguments, seed_for, shown
 from data.comments import as_text, field_of, load_splits, split_comments
 from data.tokenizer import special_tokens
 
@@ -52,34 +52,23 @@ def encode_prompt(tokenizer, content, where):
     return content, [*before, *ids] if ids else []      # an empty prompt stays empty
 
 
-def note_blanks(texts, source):
-    """Print a note if texts to continue end in a blank: a word's token begins with its blank, so a
-    policy has hardly seen a word after a separate one."""
-    count = sum(text.endswith((" ", "\t")) for text in texts)
-    if count:
-        print(f"note: {source}: {count} of {len(texts)} end in a blank, but a word's token begins "
-              "with one: remove the blanks")
-
-
-def note_texts(tokenizer, prompts, field, source):
-    """Print notes about plain-text prompts that look like chats."""
-    plain = [prompt.text for prompt in prompts
-             if not isinstance(field_of(prompt.row, field), list)]
-    note_blanks(plain, f"{source}: prompts")
-
-    # chats that were rendered already: as text, a mark is a dozen tokens of brackets and bars
+def note_texts(tokenizer, texts, source):
+    """Print a note on texts whose tokens are perhaps not those that are meant."""
     marks = special_tokens(tokenizer)
-    present = [mark for text in plain for mark in marks if mark in text]
-    if present:
-        count = sum(any(mark in text for mark in marks) for text in plain)
-        print(f"note: {source}: {count} of {len(prompts)} prompts hold {present[0]}, which stays "
-              "text there and becomes no special token; give a chat as a list of messages")
-
-    # lists of messages that a .csv or .txt file has turned into text
-    count = sum(bool(re.match(r"\s*\[\s*\{.*['\"]role['\"]", text, re.DOTALL)) for text in plain)
-    if count:
-        print(f"note: {source}: {count} of {len(prompts)} prompts are messages that became text, "
-              "and stay text; give a chat as a list, in a .jsonl file")
+    present = next((mark for text in texts for mark in marks if mark in text), None)
+    notes = {
+        # a policy has hardly seen a word after a separate blank
+        "end in a blank, but a word's token begins with one: remove the blanks":
+            lambda text: text.endswith((" ", "\t")),
+        # as text, a mark is a dozen tokens of brackets and bars
+        f"hold a mark such as {present}, which stays text: give a chat as a list of messages":
+            lambda text: any(mark in text for mark in marks),
+        # a .csv or .txt file has no lists
+        "are messages that became text: give a chat as a list, in a .jsonl file":
+            lambda text: re.match(r"\s*\[\s*\{.*['\"]role['\"]", text, re.DOTALL)}
+    for note, concerns in notes.items():
+        if count := sum(bool(concerns(text)) for text in texts):
+            print(f"note: {source}: {count} of {len(texts)} {note}")
 
 
 def read_prompt(tokenizer, row, field, where):
@@ -126,7 +115,9 @@ def prompts_from(path, comments, cfg, tokenizer, limit):
     # a Prompt of each, if it leaves room for a completion
     prompts = [read_prompt(tokenizer, row, field, f"{source}: row {number}")
                for number, row in enumerate(rows, 1)]
-    note_texts(tokenizer, prompts, field, source)
+    plain = [prompt.text for prompt in prompts
+             if not isinstance(field_of(prompt.row, field), list)]
+    note_texts(tokenizer, plain, f"{source}: prompts")
     fitting = [prompt for prompt in prompts if 1 <= len(prompt.ids) <= limit]
     left_out = len(prompts) - len(fitting)
     if left_out and source != "comments":       # there are plenty of comments
@@ -217,7 +208,7 @@ def choose_prompts(prompts, seen, it, cfg):
         n=cfg.num_prompts, iteration=it + 1,
         random=random.Random(seed_for(cfg.seed, "choose", it)))
     choose = cfg.functions["choose"]
-    arguments = asked_for("choose", choose, offered)
+    arguments = select_arguments("choose", choose, offered)
     if "rows" in arguments:     # copies, which take a while for many prompts
         arguments["rows"] = [copy.deepcopy(prompt.row) for prompt in prompts]
     chosen = choose(**arguments)

@@ -10,7 +10,7 @@ import math
 import torch
 
 from common.processes import all_gather, shard
-from common.script import asked_for, numbers, shown
+from common.script import select_arguments, numbers, shown
 from judge import reward_functions
 
 FACTS = ("completion_ids", "ended", "iteration", "num_generations")     # see reward_facts
@@ -30,7 +30,7 @@ def call(what, function, prompts, texts, name="completions", facts=None):
 
     # copied value by value: in one deepcopy of a list, rows would still share
     arguments = {key: [copy.deepcopy(value) for value in x] if isinstance(x, list) else x
-                 for key, x in asked_for(what, function, offered).items()}
+                 for key, x in select_arguments(what, function, offered).items()}
     with contextlib.chdir("."):     # come back, if the function changes the working directory
         return function(**arguments)
 
@@ -39,7 +39,7 @@ def check_arguments(what, function, prompts, name="completions", facts=()):
     """Before training: does every prompt have the columns that a user's function takes?"""
     prompt_with = {frozenset(prompt.row): prompt for prompt in prompts}
     for columns, prompt in prompt_with.items():
-        asked_for(f"{what} (prompt {shown(prompt.text)})", function,
+        select_arguments(f"{what} (prompt {shown(prompt.text)})", function,
                   dict.fromkeys([*columns, *facts, "prompts", name]))
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from common.processes import all_gather
-from common.script import BadInput, asked_for, shown
+from common.script import BadInput, select_arguments, shown
 from loss import Batch
 from rollout import Rollout
 from run.check import check
@@ -20,7 +20,7 @@ OFFERED = ("it", "cfg", "batch", "metrics", "setup", "memory")
 def try_after(cfg):
     """Before training: does the config file's `after` take only arguments that exist?"""
     if "after" in cfg.functions:
-        asked_for("after", cfg.functions["after"], dict.fromkeys(OFFERED))
+        select_arguments("after", cfg.functions["after"], dict.fromkeys(OFFERED))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def after_iteration(setup, it, cfg, batch, metrics):
     before = edited.public()
     offered = dict(zip(OFFERED, (it, edited, batch, metrics, setup, setup.memory)))
     after = cfg.functions["after"]
-    keep = after(**asked_for("after", after, offered))
+    keep = after(**select_arguments("after", after, offered))
 
     # all processes go on with rank 0's results, and with memory as a checkpoint would give it back
     changed = changed_by(before, edited)

@@ -13,7 +13,7 @@ from collections import Counter
 import torch
 
 from common.processes import all_gather, shard
-from common.script import asked_for
+from common.script import select_arguments
 from common.variants import variant
 from loss import objective_of
 from tape import cosine, inner
@@ -63,7 +63,7 @@ def loss_metrics(loss, cfg):
     metrics["ratio"] = (ratio * unit).sum(), units
     count = getattr(objective_of(cfg), "clipped", lambda: {})
     offered = dict(ratio=ratio, A=A, cfg=cfg)
-    for name, where in count(**asked_for("clipped", count, offered)).items():
+    for name, where in count(**select_arguments("clipped", count, offered)).items():
         metrics[name] = ((where & unit).sum(), units)
     if loss.kl_by_token is not None:
         metrics["kl"] = ((loss.kl_by_token * mask).sum(), mask.sum())

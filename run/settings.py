@@ -33,7 +33,7 @@ from common.files import ROOT, read_json, read_text
 from common.kinds import (
     Above0, Decay, Fixed, Free, Harmless, Iterations, Live, Path, Positive, Share, ShareAbove0,
     Temperature, Variant, kinds_of)
-from common.script import BadInput, asked_for, shown
+from common.script import BadInput, select_arguments, shown
 from rollout import Sampling
 from run.check import check
 from run.meanings import text_of_all
@@ -216,20 +216,20 @@ class Settings(*settings_of_extras()):
         """Whether the loss has a part that influence does not score."""
         return bool(self.kl_in_loss or self.entropy_coef or self.critic)
 
-    def door(self, name, own=None):
-        """The config file's function of this name, else a function that an extra's setting puts
-        there, else `own`, the core's."""
+    def door(self, name, default=None):
+        """The config file's function of this name, else the one that an extra's setting puts there,
+        else the core's."""
         if name in GIVEN and name in self.functions:    # not a reward of that name
             return self.functions[name]
         for extra in type(self).__bases__:
             if hasattr(extra, "doors"):
-                own = extra.doors(self).get(name, own)
-        return own
+                default = extra.doors(self).get(name, default)
+        return default
 
-    def call(self, name, own, **offered):
+    def call(self, name, default, **offered):
         """Call the function of a door with the arguments it takes, by name."""
-        function = self.door(name, own)
-        return function(**asked_for(name, function, offered))
+        function = self.door(name, default)
+        return function(**select_arguments(name, function, offered))
 
     def for_target(self):
         """These settings for held-out rollouts, which may have a different reward. A target has no

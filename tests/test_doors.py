@@ -13,7 +13,7 @@ import torch
 import grpo
 import tracin
 from common.files import ROOT
-from common.script import asked_for
+from common.script import select_arguments
 from grpo import collect, collect_iteration, group_advantages, prepare, try_functions, update
 from run.optimizer import load_state
 from run.settings import GIVEN, load_settings
@@ -603,7 +603,7 @@ def test_the_examples_bear_rewards_that_are_not_known():
     rewards = [[[1, 1, nan, 0]], [[nan, nan, nan, nan]], [], [[0, 0, 0, 1]]]
     for names in examples("choose"):
         offered = dict(prompts=list("abcd"), rewards=rewards, n=3, random=random.Random(1))
-        chosen = names["choose"](**asked_for("choose", names["choose"], offered))
+        chosen = names["choose"](**select_arguments("choose", names["choose"], offered))
         assert len(chosen) == 3 and set(chosen) <= {0, 1, 2, 3}
 
     class batch:
