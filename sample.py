@@ -100,8 +100,8 @@ def main(argv):
         return
     if sys.stdin is None:       # closed, as by `<&-`
         raise BadInput("--prompt: give one, since the input is closed")
-    if isinstance(sys.stdin, io.TextIOWrapper):     # so that only a line that is not text fails
-        sys.stdin.reconfigure(errors="surrogateescape")
+    if isinstance(sys.stdin, io.TextIOWrapper):     # a byte that is not UTF-8 ends nothing
+        sys.stdin.reconfigure(errors="replace")
     for prompt in prompts_from(sys.stdin):
         try:
             answer(setup, policies, cfg, prompt, flags)
