@@ -31,8 +31,7 @@ def rows_at_once(setup, cfg):
 
 
 def is_untrained(setup, policy):
-    """Whether a policy still has exactly its weights from before training, and samples in
-    float32."""
+    """Whether a policy has exactly the weights from before training, and samples in float32."""
     pairs = list(zip(policy.parameters(), setup.base.parameters()))
     same = len(pairs) == len(list(policy.parameters())) and all(
         torch.equal(a, b.to(a)) for a, b in pairs)
@@ -41,10 +40,10 @@ def is_untrained(setup, policy):
 
 @full_precision()
 def perplexity_under(base, rollout, cfg):
-    """Perplexity of the completions under the policy before training, in float32, and the KL per
-    token (k3) to it from the policy that wrote them. Both at the sampling temperature. base: the
-    policy before training, or None if it wrote the completions itself: rollout.logp are its
-    log-probs."""
+    """Perplexity of the completions under the policy before training, in float32, and the KL (k3)
+    to it from the policy that wrote them, in nats per token. Both at the sampling temperature.
+    base: the policy before training; None if it wrote the completions itself, so that rollout.logp
+    are its log-probs."""
     # this process's share, in batches of similar length
     mine = rollout[shard(len(rollout.ended), cfg.num_eval_generations)]
     order = mine.completion_mask.sum(1).argsort(stable=True)
@@ -97,8 +96,8 @@ def distinct(completions, k, n):
 
 
 def prompt_rewards(rewards, names, cfg):
-    """The mean reward of each prompt's completions, or None if it has none. rewards (N, K): by the
-    functions of these names; functions of weight 0 do not count."""
+    """The mean reward of each prompt's completions, None where it is unknown. rewards (N, K): by
+    the functions of these names; functions of weight 0 do not count."""
     weight_of = dict(zip(cfg.reward_funcs, cfg.reward_weights))
     weights = torch.tensor([weight_of.get(name, 0.0) for name in names], dtype=torch.float64)
     means = rewards.view(-1, cfg.num_eval_generations, len(weights)).nanmean(1)     # (B, K)
@@ -128,8 +127,8 @@ def text_measures(setup, rollout, completions, k):
 @torch.no_grad()
 def evaluate(setup, policy, cfg, iteration=0):
     """Sample num_eval_generations completions of each prompt, always with the same noise, and
-    measure them -> ({measure: number}, the mean reward of each prompt, the first completions with
-    their prompts). iteration: iterations done so far, for rewards that take it.
+    measure them -> ({measure: number}, the mean reward of each prompt, some completions with their
+    prompts). iteration: how many are done, for rewards that take it.
 
     Measures:
         rewards/NAME: mean of each reward function
@@ -155,7 +154,7 @@ def evaluate(setup, policy, cfg, iteration=0):
     facts = reward_facts(rollout, iteration, k)
     rewards = all_scores(functions, prompts, completions, how, facts)               # (N, K)
 
-    # measure them: by rewards, by judges, by the policy before training, and by the text alone
+    # measure them by rewards, by judges, by the policy before training, and by the text alone
     measures = {f"rewards/{name}": float(column.nanmean())
                 for name, column in zip(functions, rewards.T)}
     measures |= call_metrics(completions, cfg)

@@ -1,8 +1,9 @@
 """
-Red flags: what is wrong with an iteration, or between two evaluations, and what to do.
+Red flags: what is wrong in an iteration, or between two evaluations, and what to do about it.
 
-Each flag is (kind, sentence). A number that only some runs have is read under its setting, so that
-a misspelled name raises an error instead of silencing a warning.
+Each flag is (kind, sentence); a new one is an `if` and a `yield` in the function of its subject. A
+metric that only some runs have is read under its setting, so a misspelled name raises an error and
+silences no warning.
 """
 import math
 import statistics
@@ -27,15 +28,15 @@ def has_risen(m, first):
 
 
 def is_solved(m, first):
-    """Whether rewards that are all equal mean that the task is solved, or the reward capped: they
-    have risen, or were never higher in the first iteration."""
+    """Whether the task is solved, or the reward capped, given that all rewards are equal: they have
+    risen, or the first iteration had none that was higher."""
     varied = first["reward_std"] > 0
     return has_risen(m, first) or varied and m["reward_min"] >= first["reward_max"]
 
 
 def constant_rewards(m, first, cfg):
-    """Reward functions, one of several, that gave every completion the same -> (names of those that
-    teach nothing, names of those that are solved: they once varied and have risen)."""
+    """Of several reward functions, those that gave every completion the same score -> (names of
+    those that teach nothing, names of those that are solved: they once varied and have risen)."""
     if len(cfg.reward_funcs or ()) < 2:
         return [], []
     constant = [name for name in cfg.reward_funcs if m[f"rewards/{name}/std"] == 0]
@@ -46,13 +47,13 @@ def constant_rewards(m, first, cfg):
 
 
 def signs_of_collapse(m, first):
-    """Signs that the policy writes the same text again and again -> [(kind, words)]."""
+    """Signs that the policy repeats one text -> [(kind, words)]."""
     signs = []
     if m["identical_completions"] > 0.5:
         signs.append(("identical", (
             f"{m['identical_completions']:.0%} of the completions occur in their group again, word "
             "for word")))
-    # without tokens the entropy means nothing; log-probs near zero have a separate warning
+    # without tokens there is no entropy; log-probs near zero have a warning of their own
     if m["num_completion_tokens"] and m["logp"] <= -1e-3 and m["entropy"] < 0.2 * first["entropy"]:
         signs.append(("entropy", (
             f"the entropy has collapsed, from {first['entropy']:.3f} to {m['entropy']:.3f} nats a "
@@ -61,8 +62,8 @@ def signs_of_collapse(m, first):
 
 
 def weighed_mean(m, cfg):
-    """Weighted sum of the means of the reward functions. NaN if all weights are 0, or if one of
-    several functions abstains: its group's mean then stands in, so the sum may differ."""
+    """Weighted sum of the reward functions' means. NaN if all weights are 0, or if one of several
+    functions abstains: the mean of the group then stands in for it, so the sum may differ."""
     pairs = zip(cfg.reward_funcs or (), cfg.reward_weights or ())
     weights = {name: weight for name, weight in pairs if weight}
     abstains = any(m[f"rewards/{name}/abstained"] > 0 for name in weights)
@@ -90,8 +91,8 @@ def problems_of_baseline(m, cfg):
     if m["advantage_group_mean"] > max(1e-6, 1e-3 * largest):
         yield "baseline", (
             "the advantages of a group do not add up to 0, their mean is up to "
-            f"{m['advantage_group_mean']:.2g}: is the baseline the mean of the whole batch, or are "
-            "some left out? For a baseline of your own write a function advantage")
+            f"{m['advantage_group_mean']:.2g}: is the baseline the mean of the whole batch, or is "
+            "a completion left out? For a baseline of your own write a function advantage")
 
 
 def problems_of_own_advantages(m, cfg):
@@ -150,8 +151,8 @@ def problems_of_rewards(m, cfg, first, groups):
 
 
 def problems_of_exploration(m, cfg, first):
-    """Does the policy write the same text again and again? If the reward has risen there may be one
-    right answer, and a note says so instead."""
+    """Does the policy repeat one text? If the reward has risen, that may be the right answer: then
+    a note says so instead."""
     solved = has_risen(m, first)
     remedy = "raise temperature or beta, or go back to an earlier checkpoint"
     for kind, words in () if solved else signs_of_collapse(m, first):
@@ -175,7 +176,7 @@ def is_explosive(norm, earlier):
 
 def problems_of_step(m, cfg, first, norms):
     """Are log-probs, KL and gradient plausible?"""
-    # compare log-probs: the mean of the ratio stays near 1 whatever is wrong
+    # look at log-probs: the mean of the ratio stays near 1, whatever is wrong
     difference = m["sampling/sampling_logp_difference/mean"]
     if difference > 0.05:
         yield "ratio", (
@@ -183,14 +184,14 @@ def problems_of_step(m, cfg, first, norms):
             f"{difference:.3f} nats a token; try dtype = 'float32'")
     if not m["num_steps"]:
         return
-    # AdamW makes full steps of rounding
+    # rounding is enough for AdamW to take a full step
     teaches = m["advantage_max"] > m["advantage_min"]
     least = max(1e-6, 1e-6 * first["grad_norm"])
     if teaches and m["grad_norm"] < least:
         yield "gradient", (
             f"the gradient is near zero (grad_norm {m['grad_norm']:.1e}), the advantages are not: "
             "does the policy still explore (entropy, logp)? Is the loss cut off from it?")
-    # leave out iterations whose gradient was zero
+    # the median leaves out iterations whose gradient was zero
     norms = [norm for norm in norms if norm > 1e-9]
     if is_explosive(m["grad_norm"], norms):
         yield "explosive", (
@@ -226,7 +227,7 @@ def problems_of_kl(m, cfg, first, teaches):
             f"beta * KL in the loss is {m['kl_loss']:.2g}, while the KL is {m['kl']:.2g}: what is "
             "minimised rewards distance from the reference; check the sign")
     share = m.get("kl_grad_share", math.nan)    # only some iterations have it
-    # if the advantages are 0, or the task is learned, the KL's gradient is the larger one anyway
+    # where the advantages are 0, or the task is learned, the KL's gradient is the larger one anyway
     if share > 1 and teaches and not has_risen(m, first):
         yield "kl share", (
             f"the KL's gradient is {share:.1f} times the policy's, and the reward has not risen: "
@@ -299,8 +300,8 @@ def problems_of_sync(m, cfg):
 
 def problems(m, cfg, dtype, first=None, groups=None, norms=()):
     """Yield what is wrong in the metrics m of an iteration. first: metrics of the run's first
-    iteration; None: m is the first. groups (B, G): the rewards; None: not at hand. norms: grad_norm
-    of earlier iterations."""
+    iteration; None: m is the first. groups (B, G): the rewards, shown in a warning. norms:
+    grad_norm of earlier iterations."""
     first = first or m
     groups = torch.empty(0, 1) if groups is None else groups
     yield from problems_of_rewards(m, cfg, first, groups)
@@ -328,10 +329,10 @@ def problems(m, cfg, dtype, first=None, groups=None, norms=()):
 
 
 def problems_of_evaluation(before, after, noise, logged_kl=math.nan):
-    """Yield what is wrong in an evaluation `after`, compared with the run's first, `before`. Both
-    hold measures, and "reward", the weighted sum of rewards. noise: standard error of the change in
-    that sum. logged_kl: the greatest KL of an iteration so far, if it is to the policy before
-    training; NaN: unknown."""
+    """Yield what is wrong in the evaluation `after`, compared with the run's first, `before`. Both
+    hold the measures, and "reward", the weighted sum of rewards. noise: standard error of the
+    change in that sum. logged_kl: the greatest KL of an iteration so far; NaN if it cannot be
+    compared with an evaluation's."""
     fall = before["reward"] - after["reward"]
     if fall > 3 * noise:
         yield "fell", (
@@ -365,8 +366,8 @@ def solved_rewards(m, first, cfg):
 
 
 def notes(m, cfg, first, earlier=(), warned=False):
-    """Yield what looks wrong in the metrics m of an iteration and may be right. first: metrics of
-    the run's first iteration; earlier: seconds of earlier iterations; warned: whether there were
+    """Yield what looks wrong in the metrics m of an iteration but may be right. first: metrics of
+    the run's first iteration; earlier: seconds of earlier iterations; warned: whether this one has
     warnings."""
     solved = solved_rewards(m, first, cfg)
     if solved:

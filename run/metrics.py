@@ -23,7 +23,8 @@ PER_STEP = 0    # in place of a count: divide the sum by the number of steps
 
 
 def units_of(loss):
-    """Where a ratio counts: tokens with loss (n, T), or at sequence level rows with loss (n, 1)."""
+    """True where a ratio counts: tokens with loss (n, T), or at sequence level rows with loss
+    (n, 1)."""
     mask = loss.batch.loss_mask
     return mask if loss.ratio.shape == mask.shape else mask.any(1, keepdim=True)
 
@@ -194,7 +195,7 @@ def influence_metrics(found, setup):
 
 @torch.no_grad()
 def rollout_toxicity(batch, setup):
-    """What the eval judge says of the rollouts; {} without it.
+    """What the eval judge says about the rollouts; {} without it.
 
     Metrics:
         eval_judge/toxicity: mean toxicity of the rollouts, by the judge that training never sees
@@ -227,7 +228,7 @@ def repeated(completions, num_generations):
 
 def tokens_to_learn(rollout, cfg):
     """(N, T) True on the tokens that should carry loss: what was sampled, unless a setting says
-    otherwise. Written here again, so that it shows a loss mask that is another one."""
+    otherwise. Written a second time on purpose: it shows where a loss mask differs."""
     if cfg.mask_truncated_completions:
         return rollout.sampled_mask & rollout.ended[:, None]
     return rollout.sampled_mask
@@ -248,7 +249,7 @@ def reward_metrics(everything, cfg):
         frac_reward_zero_std: share of groups whose rewards are all equal: without a KL they teach
             nothing
         rewards/NAME/mean, rewards/NAME/std: of each reward function
-        rewards/NAME/abstained: share of the completions for which it returned None, not known
+        rewards/NAME/abstained: share of the completions for which it returned None
     """
     # where all functions abstained there is no reward
     known = everything.rewards[~everything.rewards.isnan()]
@@ -269,7 +270,7 @@ def reward_metrics(everything, cfg):
 
 
 def completion_metrics(everything, cfg):
-    """Metrics of what the policy wrote, in a Batch.
+    """Metrics of the completions in a Batch.
 
     Metrics:
         identical_completions: share of completions whose group has the same text again
@@ -346,7 +347,7 @@ def batch_metrics(batch, cfg):
         replayed: share of the completions that were sampled in earlier iterations, where the config
             file has a function after
     """
-    # of all that this iteration has sampled, also of what is not learned from
+    # of everything that this iteration has sampled, also of what is not learned from
     everything = batch.everything
     metrics = reward_metrics(everything, cfg) | completion_metrics(everything, cfg)
     metrics |= call_metrics(everything.completions, cfg)

@@ -171,7 +171,7 @@ def print_table(rows):
     # a measure a line
     for name in before:
         old = before[name]
-        new = after.get(name)       # may be missing, if a resumed run has a different judge
+        new = after.get(name)       # missing if a resumed run has a different judge
         if not isinstance(old, float) or not isinstance(new, float):
             continue
         ratio = f"{new / old:.2f}" if old > 1e-6 and new >= 0 else "-"   # KL begins near 0
@@ -186,7 +186,7 @@ def print_table(rows):
 
 
 class Warned:
-    """The warnings and notes of a run: print each when it comes, and the warnings again at the
+    """The warnings and notes of a run: prints each when it comes, and the warnings again at the
     end."""
     AGAIN = 10      # iterations until a kind is printed again
 
@@ -196,8 +196,8 @@ class Warned:
         self.printed = {}       # {the same: iteration in which it was last printed}
 
     def say(self, what, kind, text, iteration):
-        """Print a problem of an iteration, or of the evaluation after it, unless its kind was
-        printed lately."""
+        """Print a problem, unless its kind was printed less than ten iterations ago. what: WARNING
+        or note."""
         key = what, kind
         self.lines[key] = f"{what}: {text}"
         self.iterations.setdefault(key, []).append(iteration)
@@ -220,9 +220,8 @@ class Warned:
 
 
 def print_warnings(m, cfg, dtype, warned, first=None, groups=None, seconds=(), norms=()):
-    """Print the red flags of an iteration, each kind at most every ten iterations. warned: the
-    run's Warned. seconds, norms: step_time and grad_norm of earlier iterations. For the rest see
-    run/flags.py."""
+    """Print the red flags of an iteration. warned: the run's Warned. seconds, norms: step_time and
+    grad_norm of earlier iterations. The other arguments are those of run/flags.py."""
     warnings = [*problems(m, cfg, dtype, first, groups, norms)]
     for kind, text in warnings:
         warned.say("WARNING", kind, text, m["iteration"])
@@ -231,8 +230,8 @@ def print_warnings(m, cfg, dtype, warned, first=None, groups=None, seconds=(), n
 
 
 def reward_of(row, cfg):
-    """Weighted sum of the rewards of an evaluation; NaN if a function scored nothing, or did not
-    exist before the run was resumed. Functions of weight 0 do not count."""
+    """Weighted sum of an evaluation's rewards; NaN if a function scored nothing, or is newer than
+    the evaluation. Functions of weight 0 do not count."""
     weights = {name: weight for name, weight in zip(cfg.reward_funcs, cfg.reward_weights) if weight}
     means = [row.get(f"rewards/{name}") for name in weights]
     if None in means:
@@ -241,7 +240,7 @@ def reward_of(row, cfg):
 
 
 def clip_hint(metrics):
-    """A hint, if the clip has held back more than 1 % of the tokens, or "". metrics: rows of
+    """A hint if the clip has held back more than 1 % of the tokens, else "". metrics: rows of
     metrics.jsonl."""
     names = ("clip_ratio/region_mean", "cispo_clip_ratio")
     shares = [row[name] for row in metrics for name in names if row.get(name) is not None]
@@ -253,8 +252,8 @@ def clip_hint(metrics):
 
 
 def print_verdict(rows, cfg, metrics=()):
-    """Say whether the reward rose by cfg.expect_rise from the first evaluation to the last. End
-    the run with exit code 1 if it did not. metrics: rows of metrics.jsonl."""
+    """Print whether the reward rose by cfg.expect_rise from the first evaluation to the last. If
+    it did not, end the run with exit code 1. metrics: rows of metrics.jsonl."""
     before = reward_of(rows[0], cfg)
     after = reward_of(rows[-1], cfg)
     if after - before >= cfg.expect_rise:
