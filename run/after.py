@@ -1,6 +1,6 @@
 """
-Between two iterations: the settings that the config file's `after` changes, and the rollouts that
-it keeps for one more iteration. Checkpoints hold both, so that a resumed run has the same numbers.
+Between two iterations the config file's `after` may change settings, and keep rollouts for one more
+iteration. Checkpoints hold both, so a resumed run has the same numbers.
 """
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ def try_after(cfg):
 
 def changed_by(before, after):
     """The settings that differ -> {name: value}. BadInput for a wrong value, and for a setting that
-    is read only at the start of a run, where a change would do nothing."""
+    only the start of a run reads, so that a change would do nothing."""
     check(after)
     changed = {name: x for name, x in after.public().items() if x != before[name]}
     live = settings_that_are("live")
@@ -41,8 +41,8 @@ def changed_by(before, after):
 
 
 def change(cfg, changed):
-    """Change settings from the next iteration on. cfg.given keeps their first values, which
-    config.json has."""
+    """Change settings from the next iteration on. cfg.given keeps the values that were given, for
+    config.json."""
     for name, value in changed.items():
         cfg.given.setdefault(name, getattr(cfg, name))
         setattr(cfg, name, value)
@@ -54,8 +54,8 @@ def changes_of(cfg):
 
 
 def change_again(cfg, content):
-    """Repeat the changes in a checkpoint's content, except for settings that the command now sets
-    to a different value."""
+    """Repeat the changes in a checkpoint's content, except where the command now sets a different
+    value."""
     for name, value in cfg.given.items():
         setattr(cfg, name, value)
     cfg.given.clear()
@@ -69,7 +69,7 @@ def change_again(cfg, content):
 
 
 def mask_of(keep, batch, cfg):
-    """Check what `after` returned -> a mask (N,) of whole groups of a Batch. None keeps none."""
+    """Check what `after` returned -> a mask (N,) of whole groups of a Batch; all False for None."""
     if keep is None:
         return torch.zeros(len(batch.prompts), dtype=torch.bool)
     keep = torch.as_tensor(keep).cpu()
@@ -78,13 +78,13 @@ def mask_of(keep, batch, cfg):
                        f"the {len(batch.prompts)} completions of batch")
     groups = keep.view(-1, cfg.num_generations)
     if (groups.any(1) != groups.all(1)).any():
-        raise BadInput("after kept a part of a group: the completions of a prompt are compared "
-                       "with each other, so keep all of them or none")
+        raise BadInput("after kept a part of a group: keep all completions of a prompt or none, "
+                       "since they are compared with each other")
     return keep
 
 
 def with_replayed(setup, batch):
-    """The Batch of an iteration, followed by the rollouts that `after` has kept."""
+    """The Batch of an iteration, followed by the rollouts that `after` kept."""
     if setup.replay is None:
         return batch
     replay = replace(setup.replay, age=setup.replay.age + 1)
@@ -93,7 +93,7 @@ def with_replayed(setup, batch):
 
 
 def replay_state(setup):
-    """setup.replay as plain values, for a checkpoint. A prompt is its index."""
+    """setup.replay as plain values for a checkpoint, with an index for each prompt."""
     kept = setup.replay
     if kept is None:
         return None
@@ -120,7 +120,7 @@ def load_replay(setup, state):
 
 
 def after_iteration(setup, it, cfg, batch, metrics):
-    """Call the config file's `after`, when an iteration is done. It may take, by name,
+    """Call the config file's `after` at the end of an iteration. It may take, by name,
 
         it          the iteration, from 0
         cfg         the settings; its assignments count from the next iteration on
@@ -142,7 +142,7 @@ def after_iteration(setup, it, cfg, batch, metrics):
     after = cfg.functions["after"]
     keep = after(**select_arguments("after", after, offered))
 
-    # all processes go on with rank 0's results, and with memory as a checkpoint would give it back
+    # all processes use rank 0's results, and memory as a checkpoint would return it
     changed = changed_by(before, edited)
     memory = json.loads(json.dumps(setup.memory))
     mine = changed, memory, mask_of(keep, batch, cfg).tolist()

@@ -18,13 +18,13 @@ from run.report import (
 
 def sample_row(it, batch, i, cfg):
     """A row of samples.jsonl: completion i of a Batch."""
-    # what was asked and written, and its reward
+    # prompt, completion, reward
     prompt = batch.prompts[i]
     row = dict(iteration=it + 1, prompt=prompt.text, completion=batch.completions[i],
                reward=float(batch.rewards[i]))
 
-    # with the prompt's other columns, and each reward by itself where there are several
-    if list(prompt.row.values()) != [prompt.text]:      # it says more than the prompt
+    # the prompt's columns, and each reward by itself where there are several
+    if list(prompt.row.values()) != [prompt.text]:      # there is more than the prompt
         row["row"] = prompt.row
     if len(cfg.reward_funcs) > 1:
         scores = [None if math.isnan(x) else x for x in batch.scores[i].tolist()]
@@ -33,9 +33,9 @@ def sample_row(it, batch, i, cfg):
 
 
 def sample_rows(it, batch, cfg):
-    """Rows of samples.jsonl: every completion with its reward and advantage, then those that others
-    have replaced."""
-    # what the step has made of each completion
+    """Rows of samples.jsonl: every completion with its reward and advantage, then those that were
+    replaced."""
+    # what the step made of each completion
     columns = {"advantage": batch.row_advantages}
     if cfg.tracin != "off":
         columns |= {"influence": batch.influence, "weight": batch.row_weights}
@@ -43,9 +43,9 @@ def sample_rows(it, batch, cfg):
         columns["learned"] = ~batch.equal_rows(cfg.num_generations)
     columns = {name: x.tolist() for name, x in columns.items()}
     rows = [sample_row(it, batch, i, cfg) | {name: x[i] for name, x in columns.items()}
-            for i in range(int((batch.age == 0).sum()))]     # behind them stands what is replayed
+            for i in range(int((batch.age == 0).sum()))]     # replayed ones follow these
 
-    # completions of groups that taught nothing: the policy wrote them, too
+    # completions of groups that taught nothing: the policy wrote them too
     for other in batch.replaced or ():
         rows += [sample_row(it, other, i, cfg) | dict(advantage=None, learned=False)
                  for i in range(len(other.prompts))]
@@ -53,22 +53,22 @@ def sample_rows(it, batch, cfg):
 
 
 def noise_between(before, after, std, num_generations):
-    """Standard error of how far the mean reward of two evaluations differs; NaN where nothing is
-    known. std: of the reward of single completions."""
-    # of the completions that there are, as if each stood alone
+    """Standard error of the difference in mean reward between two evaluations; NaN if no prompt has
+    a reward in both. std: of the rewards of single completions."""
+    # as if completions were independent
     pairs = zip(before.get("prompt_rewards", ()), after.get("prompt_rewards", ()))
     changes = [new - old for old, new in pairs if None not in (old, new)]
     if not changes:
         return math.nan
     alone = std * math.sqrt(2 / (len(changes) * num_generations))
 
-    # but training moves the completions of a prompt together: does one prompt change as others do?
+    # but training moves the completions of a prompt together: how much do prompts differ?
     together = statistics.pstdev(changes) / math.sqrt(max(1, len(changes) - 1))
     return max(alone, together)
 
 
 class Wandb:
-    """Also sends what is logged to wandb, where the settings ask for it."""
+    """Also sends metrics to wandb, if the settings name a project."""
 
     def __init__(self, cfg):
         self.wandb = None

@@ -1,5 +1,5 @@
 """
-The meaning of each number of a run, for `python grpo.py --help=metrics`. Each meaning stands in the
+What each number of a run means, for `python grpo.py --help=metrics`. The meaning stands in the
 docstring of the function that computes the number:
 
     Metrics:
@@ -42,7 +42,7 @@ def meanings(title="Metrics"):
 
 
 def listed(title):
-    """The meanings as text, each below the names that share it."""
+    """The meanings as text, each below its names."""
     lines = [f"{TITLE[title]}:"]
     by_meaning = {}
     for name, meaning in meanings(title).items():
