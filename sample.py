@@ -26,8 +26,8 @@ from run.sampling import sample_completions
 @torch.no_grad()
 def complete(setup, policy, cfg, prompt, num, chat=False, iteration=0):
     """Sample completions of a prompt, always the same ones -> (completions, {name: scores}).
-    iteration: how many the policy has learned from, for rewards that take it."""
-    # the prompt in ids, as a user's message with --chat
+    iteration: how many the policy was trained for, for rewards that take it."""
+    # the prompt as ids; with --chat it is a user's message
     content = [{"role": "user", "content": prompt}] if chat else prompt
     _, ids = encode_prompt(setup.tokenizer, content, f"--prompt with --chat={chat}")
     encoded = Prompt(prompt, ids, {"text": prompt})
@@ -40,7 +40,7 @@ def complete(setup, policy, cfg, prompt, num, chat=False, iteration=0):
     except ValueError as e:     # an empty or overlong prompt
         raise BadInput(f"{prompt[:40]!r}: {e}") from e
 
-    # scored by the judges, then by the config file's rewards
+    # scores of the judges, then of the config file's rewards
     completions = samples.texts
     scores = {name: torch.sigmoid(judge(completions)).tolist()
               for name, judge in setup.judges.items()}
@@ -50,13 +50,13 @@ def complete(setup, policy, cfg, prompt, num, chat=False, iteration=0):
                 facts = reward_facts(samples.rollout, iteration, num)
                 column = score({name: function}, samples.prompts, completions, facts)
                 scores[name] = column[:, 0].tolist()
-        except BadInput as e:   # it may need a column, such as the answer to a question
+        except BadInput as e:   # it needs a column, such as the answer to a question
             print(f"note: no column for {name!r}: {e}")
     return completions, scores
 
 
 def answer(setup, policies, cfg, prompt, flags):
-    """Print how each of policies {title: (policy, iterations done)} completes a prompt."""
+    """Print what each of the policies {title: (policy, iterations done)} makes of a prompt."""
     print(repr(prompt))
     if not flags["chat"]:
         note_texts(setup.tokenizer, [prompt], "this prompt")
@@ -98,8 +98,6 @@ def main(argv):
     if flags["prompt"]:
         answer(setup, policies, cfg, flags["prompt"], flags)
         return
-    if sys.stdin is None:       # closed, as by `<&-`
-        raise BadInput("--prompt: give one, since the input is closed")
     if isinstance(sys.stdin, io.TextIOWrapper):     # a byte that is not UTF-8 ends nothing
         sys.stdin.reconfigure(errors="replace")
     for prompt in prompts_from(sys.stdin):

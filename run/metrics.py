@@ -3,7 +3,7 @@ The metrics of an iteration: pure functions of a loss, of influence, of a batch.
 stands in the docstring of its function, and `python grpo.py --help=metrics` prints it.
 
 A metric of your own is a line in one function: in loss_metrics as the sum and the count of a
-micro-batch (run/meter.py adds them up), or in completion_metrics as a number of the iteration's
+micro-batch (run/meter.py adds them up), or in batch_metrics as a number of the iteration's
 rollouts. It is logged, and explained once its docstring has it.
 """
 import itertools
@@ -134,18 +134,6 @@ def target_metrics(target):
         "tracin/target_advantage_max": advantages.max()}
 
 
-def first_layers(policy, gradient):
-    """Norms of a gradient {parameter: tensor} on the first three weights -> {name: tensor ()}.
-
-    Metrics:
-        tracin/target_grad_norm/NAME: norm of the target's gradient on one of its first three
-            weights
-    """
-    names = {p: name for name, p in policy.named_parameters() if p in gradient}
-    return {f"tracin/target_grad_norm/{name}": gradient[p].norm()
-            for p, name in itertools.islice(names.items(), 3)}
-
-
 def influence_metrics(found, setup):
     """Metrics of a step's influence, by its tracin.Influence: tensors () and numbers. A target that
     is a function of the config file has neither halves nor rollouts.
@@ -156,6 +144,7 @@ def influence_metrics(found, setup):
             from four of them
         tracin/fallback: 1 if hardly any influence was positive
         tracin/target_grad_norm: norm of the target's gradient
+        tracin/target_grad_norm/NAME: the same for one of its first three weights
         tracin/target_cosine: cosine of the target's gradients on two halves of its rollouts. Near
             0: noise
         tracin/target_contrast: spread of the target's rewards against that of the rollouts it was
@@ -171,8 +160,10 @@ def influence_metrics(found, setup):
         "tracin/self_share": scores.self_share,
         "tracin/fallback": selection.fallback,
         "tracin/target_grad_norm": inner(target_grad, target_grad).sqrt(),
-        "tracin/target_cosine": math.nan,
-        **first_layers(setup.policy, target_grad)}
+        "tracin/target_cosine": math.nan}
+    names = {p: name for name, p in setup.policy.named_parameters() if p in target_grad}
+    for p in itertools.islice(names, 3):
+        metrics[f"tracin/target_grad_norm/{names[p]}"] = target_grad[p].norm()
     if setup.target_average:
         metrics["tracin/target_age"] = setup.target_average.age
 

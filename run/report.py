@@ -117,7 +117,6 @@ def print_iteration(m, cfg, tokens, seconds_left):
     """Print the line of an iteration. m: its metrics; tokens: how many were sampled."""
     seconds = m["step_time"]
     left = int(seconds_left)
-    speed = f"{tokens / seconds:.0f}" if seconds > 0 else "?"      # a clock may stand still
 
     # what the policy does, then how it learns; some parts only in some runs
     parts = [f"reward {m['reward']:.4f} ±{m['reward_std']:.4f}"]
@@ -134,7 +133,7 @@ def print_iteration(m, cfg, tokens, seconds_left):
         parts.append(f"ratio {m['ratio']:.3f} ±{m['ratio_std']:.3f}{clipped}")
     if "val/var_explained" in m:
         parts.append(f"critic explains {m['val/var_explained']:.2f}")
-    parts += [f"grad_norm {m['grad_norm']:.3f}", loss_in_parts(m), f"{speed} tok/s",
+    parts += [f"grad_norm {m['grad_norm']:.3f}", loss_in_parts(m), f"{tokens / seconds:.0f} tok/s",
               f"time {seconds:.2f}s", f"eta {left // 60}m{left % 60:02d}s"]
     print(f"iter {m['iteration']}/{cfg.max_iters}: {', '.join(parts)}", flush=True)
 

@@ -101,8 +101,3 @@ def test_without_a_prompt_it_reads_lines(run, monkeypatch):
     assert found[:len(first)] == first and found[-len(second):] == second
     overlong, *_, error = found[len(first):-len(second)]
     assert "river river" in overlong and error.startswith("error: ")
-
-
-def test_without_a_prompt_and_without_input_it_is_refused(run, monkeypatch):
-    monkeypatch.setattr("sys.stdin", None)
-    assert_refused("--prompt", speak.main, [run])
