@@ -70,12 +70,16 @@ class HalfLinear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), bias)
 
 
+def is_half(layer):
+    """Whether all weights of a layer are numbers of bfloat16, as in most published models."""
+    return all(torch.equal(p, p.bfloat16().to(p.dtype)) for p in layer.parameters())
+
+
 def to_half(model):
-    """Store in bfloat16, in place, each Linear of a frozen GPT whose weights are numbers of that
-    precision, as in most published models. No result changes. The head stays as it is."""
+    """Store the Linears of a frozen GPT in bfloat16, in place, where that changes no number. The
+    head, which may be the embedding, stays as it is."""
     for layer in model.modules():
-        if type(layer) is nn.Linear and all(
-                torch.equal(p, p.bfloat16().to(p.dtype)) for p in layer.parameters()):
+        if type(layer) is nn.Linear and is_half(layer):
             layer.bfloat16().__class__ = HalfLinear
 
 

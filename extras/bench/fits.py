@@ -10,6 +10,8 @@ weights of its own, and with influence 16.3 where it took 13.3 (docs/gpus.md).
 """
 from typing import NamedTuple
 
+from fast import is_half
+
 LOGITS = 2 ** 27        # fast.LOGITS_KEPT
 CARDS = (24, 80)        # GB
 SPARE = 1.1             # a tenth, for what is not counted
@@ -24,10 +26,11 @@ class Shape(NamedTuple):
     inner: int          # channels inside an MLP
     kv: int             # channels of the keys of a layer
     gated: int = 3      # matrices of an MLP: 3, or 2 without a gate
+    half: bool = True   # published in bfloat16, see fast.to_half
 
 
 SHAPES = {
-    "GPT-2 (124M)": Shape(124, 50257, 768, 12, 3072, 768, 2),
+    "GPT-2 (124M)": Shape(124, 50257, 768, 12, 3072, 768, 2, False),
     "Qwen2.5-0.5B": Shape(494, 151936, 896, 24, 4864, 128),
     "Llama-3.2-1B": Shape(1236, 128256, 2048, 16, 8192, 512),
     "Llama-3.2-3B": Shape(3213, 128256, 3072, 28, 8192, 1024)}
@@ -51,12 +54,16 @@ def shape_of(policy):
     head = c.head_dim or c.n_embd // c.n_head
     return Shape(
         sum(p.numel() for p in policy.parameters()) / 1e6, c.vocab_size, c.n_embd, c.n_layer,
-        c.n_inner or 4 * c.n_embd, head * (c.n_kv_head or c.n_head), 2 + c.swiglu)
+        c.n_inner or 4 * c.n_embd, head * (c.n_kv_head or c.n_head), 2 + c.swiglu,
+        is_half(policy.h[0].mlp))
 
 
 def memory_of(shape, job):
-    """{part: bytes} of an iteration in bfloat16 on a GPU, weights in float32."""
+    """{part: bytes} of an iteration in bfloat16 on a GPU, trained weights in float32."""
     P = 1e6 * shape.weights
+    head = shape.V * shape.C        # tied to the embedding
+    frozen = 2 * P + 2 * head if shape.half else 4 * P
+    copied = head if job.lora and shape.half else P
     tokens = min(job.rows, job.micro_batch) * (job.prompt + job.new)
     # bytes of a layer and a token: inputs and outputs in bfloat16 that the backward needs
     per_token = 2 * (14 * shape.C + 3 * shape.inner)
@@ -65,9 +72,9 @@ def memory_of(shape, job):
         kept = shape.L * 2 * shape.C + per_token
     parts = {
         # policy and reference; with LoRA they share the base
-        "weights": 4 * P if job.lora else 8 * P,
+        "weights": frozen + (0 if job.lora else 4 * P),
         # of sampling, which keeps them, and of the loss
-        "bfloat16 copies": 2 * 2 * P,
+        "bfloat16 copies": 2 * 2 * copied,
         # a gradient and two moments of AdamW
         "gradient, AdamW": 0 if job.lora else 12 * P,
         # sampling keeps them, so that its graphs stay valid; its logits are there three times

@@ -15,10 +15,10 @@ import loss
 import tracin
 from common.files import ROOT
 from extras.bench import card, fits, ladder, phases
-from model import GPT, GPTConfig
 from rollout import completion_logprobs
 from worlds import (
-    assert_near, assert_refused, mean_token, printed, read_rows, settings, setup_of)
+    SHAPES, assert_near, assert_refused, mean_token, printed, random_gpt, read_rows, settings,
+    setup_of)
 
 CPU = torch.device("cpu")
 
@@ -255,9 +255,11 @@ def test_each_setting_lowers_its_part_of_a_run(knob, part):
 
 
 def test_what_fits_for_a_run_is_of_its_policy(quick):
-    with torch.device("meta"):
-        gpt2 = fits.shape_of(GPT(GPTConfig()))
-    assert gpt2._replace(weights=round(gpt2.weights)) == fits.SHAPES["GPT-2 (124M)"]
+    policy = random_gpt(**SHAPES["llama"])
+    P = sum(p.numel() for p in policy.parameters())
+    expected = fits.Shape(P / 1e6, V=50, C=32, L=2, inner=128, kv=16, gated=3, half=False)
+    assert fits.shape_of(policy) == expected
+    assert fits.shape_of(policy.bfloat16().float()).half
     lines = printed(bench.main, ["fits", *quick]).splitlines()
     assert lines[-2:] == [f"{card} GB: micro_batch_size = 4" for card in fits.CARDS], "all rows"
 
