@@ -142,6 +142,18 @@ def sums_of(rows, split, here=1.0):
     return sums.index_add_(1, split.where, rows.shares.double() * here)
 
 
+def rewards_of(rows, split):
+    """Mean and standard deviation of the reward of each group, as texts; "" where it is not known.
+    Rewards that hardly differ, or that are high where the others are low, are often the cause."""
+    written = []
+    for g in range(len(split.names)):
+        known = rows.reward[(split.where == g) & ~rows.reward.isnan()]
+        mean = f"{float(known.mean()):.3g}" if len(known) else ""
+        std = f"{float(known.std()):.3g}" if len(known) > 1 else ""
+        written.append((mean, std))
+    return written
+
+
 def at_random(rows, split):
     """The share that each group would have, were the shares of an iteration dealt out at random
     among its rollouts: Numbers, whose error is the standard deviation of that. A control: a split

@@ -14,7 +14,7 @@ from torch.nn.utils import vector_to_parameters
 
 from common.progress import Progress
 from extras.explain.account import by_parameter
-from extras.explain.groups import at_random, counts_of, most_of, sums_of
+from extras.explain.groups import at_random, counts_of, most_of, rewards_of, sums_of
 from extras.explain.number import Number, percent, text_of, total
 from extras.explain.page import Chart, Table
 from extras.explain.words import changes_along, pieces_of, token_slopes
@@ -122,16 +122,18 @@ def by_iteration(story):
 def by_group(rows, splits, digits):
     """Table: shares by what a person can name."""
     whole = rows.shares.sum(1)
-    lines = [["all", rows.n, total(whole), percent(whole, whole), ""]]
+    lines = [["all", rows.n, "", "", total(whole), percent(whole, whole), ""]]
     for split in splits.values():
         lines.append([f"by {split.what}"])
-        lines += [[name, count, total(share), percent(share, whole), chance]
-                  for name, count, share, chance in zip(
-                      split.names, counts_of(split).tolist(), sums_of(rows, split).T,
-                      at_random(rows, split)) if count]
-    header = ["rollouts", "how many", "share", "% of the sum", "as many at random"]
+        lines += [[name, count, *reward, total(share), percent(share, whole), chance]
+                  for name, count, reward, share, chance in zip(
+                      split.names, counts_of(split).tolist(), rewards_of(rows, split),
+                      sums_of(rows, split).T, at_random(rows, split)) if count]
+    header = ["rollouts", "how many", "reward", "its std", "share", "% of the sum",
+              "as many at random"]
     return Table("Shares of the rollouts, in groups", header, lines, digits, (
         "Each split adds up to all. A group may have more than 100 %, where others are below 0. "
+        "The reward is that of training: a mean and a standard deviation. "
         "Advantage is the reward relative to the prompt's other completions (with a critic: to "
         "what that expected). As many at random: what a group of this size has, and by how much "
         "that varies, where the shares of each iteration are dealt out anew among its rollouts. "

@@ -285,20 +285,27 @@ def test_groups_of_all_iterations_add_up_with_their_errors():
     shares = torch.randn(8, 2, 8, generator=generator, dtype=torch.float64)
     story = planted(shares.tolist(), rewards=[math.nan, *REWARDS[1:]])
     splits = splits_in(table_of(story))
-    (_, count, whole, *_), = splits.pop("")
+    (_, count, _, _, whole, *_), = splits.pop("")
     assert int(count) == 16 and whole.value == pytest.approx(float(shares.sum()))
     by_fold = shares.sum((1, 2))
     assert whole.error == pytest.approx(float(by_fold.std() * 8 ** 0.5))
     assert len(splits) == 4
     unknown, = (row for row in splits["by reward"] if row[0] == "no reward")
-    assert unknown[2].value == pytest.approx(float(shares[:, :, 0].sum()))
+    assert unknown[4].value == pytest.approx(float(shares[:, :, 0].sum()))
     for head, rows in splits.items():
         assert sum(int(row[1]) for row in rows) == 16, head
-        assert sum(row[2].value for row in rows) == pytest.approx(whole.value), head
         assert sum(row[4].value for row in rows) == pytest.approx(whole.value), head
+        assert sum(row[6].value for row in rows) == pytest.approx(whole.value), head
     less, _ = splits["by push"]
     expected = shares[:, :, :3].sum((1, 2))
-    assert less[2].error == pytest.approx(float(expected.std() * 8 ** 0.5))
+    assert less[4].error == pytest.approx(float(expected.std() * 8 ** 0.5))
+
+
+def test_a_group_tells_the_rewards_that_it_was_trained_on():
+    """An abstention has none. A group whose rewards are all the same is seen by its std."""
+    story = planted(folds([1.0] * 8, 0.01), rewards=[math.nan, 0.2, 0.4, *[0.7] * 5])
+    rows = {row[0]: row[2:4] for row in splits_in(table_of(story))["by push"]}
+    assert rows == {"made less likely": ["0.3", "0.141"], "made likelier": ["0.7", "0"]}
 
 
 def test_what_was_dropped_or_turned_is_not_called_pushed():
