@@ -223,3 +223,10 @@ def choose_prompts(prompts, seen, it, cfg):
                        f"indices from 0 to {len(prompts) - 1}")
     indices = all_gather([indices])[0]      # rank 0's: a set may be ordered differently elsewhere
     return [prompts[i] for i in indices]
+
+
+def prompts_of(setup, it, cfg):
+    """The B prompts of iteration `it`: shuffled, unless the config file defines `choose`."""
+    if "choose" in cfg.functions:
+        return choose_prompts(setup.prompts, setup.seen, it, cfg)
+    return draw_prompts(setup.prompts, it, cfg.num_prompts, cfg.seed)

@@ -8,7 +8,7 @@ import math
 import torch
 from torch.nn.utils import get_total_norm
 
-from common.guards import check_step
+from common.guards import check_ratio, check_step
 from common.processes import all_gather
 from run.metrics import influence_metrics, influence_spread, loss_metrics, units_of
 
@@ -83,6 +83,11 @@ class Meter:
         before the first optimizer step, in all processes."""
         _, mean, _, _, largest = spread_of(self.gaps)
         return mean, largest
+
+    def check_ratio(self, batch):
+        """Before the first step of a run: is policy / sampler 1?"""
+        if self.check:
+            check_ratio(self.setup, batch, *self.logp_difference())
 
     def add_influence(self, found):
         """Count a step's influence in, by its tracin.Influence."""

@@ -17,7 +17,7 @@ from common.script import select_arguments
 from common.variants import variant
 from loss import objective_of
 from tape import cosine, inner
-from tracin import target_coefficients
+from tracin import gradients_of, target_coefficients
 
 PER_STEP = 0    # in place of a count: divide the sum by the number of steps
 
@@ -357,3 +357,22 @@ def batch_metrics(batch, cfg):
     left_out = tokens_to_learn(batch.rollout, cfg) & ~batch.loss_mask               # (N, T)
     with_loss, without = torch.stack([batch.loss_mask.sum(), left_out.sum()]).tolist()
     return metrics | {"num_completion_tokens": with_loss, "tokens_without_loss": without}
+
+
+def kl_grad_share(setup, batch, steps, cfg):
+    """Compare two parts of the gradient in the first of the steps that are about to come. {} if the
+    loss has no KL.
+
+    Metrics:
+        kl_grad_share: norm of the gradient of beta times the KL beside the norm of the policy's
+            part. It takes a forward and two backward passes, so only iterations with an evaluation
+            have it
+    """
+    if not cfg.kl_in_loss:
+        return {}
+    step = next(steps, None)
+    if step is None:        # there is nothing to learn from
+        return {"kl_grad_share": math.nan}
+    parts = lambda loss, rows: loss.kl, lambda loss, rows: loss.policy
+    kl, policy = gradients_of(setup, cfg, batch, step, parts)
+    return {"kl_grad_share": float((inner(kl, kl) / inner(policy, policy)).sqrt())}

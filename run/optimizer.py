@@ -7,6 +7,8 @@ A list of optimizers steps as one: Muon for the matrices, say, and AdamW for the
 decay scale each parameter group's rate from the value that the function set. An optimizer's whole
 state must be in its state_dict(), as tensors and plain numbers: a checkpoint saves that.
 """
+import math
+
 import numpy as np
 import torch
 
@@ -153,3 +155,24 @@ def make_optimizer(policy, cfg):
     for group in optimizer.param_groups:
         group["initial_lr"] = float(group["lr"])
     return optimizer
+
+
+def learning_rate(it, cfg):
+    """Rate of iteration it: linear warm-up, then constant, or linear or cosine decay to 0."""
+    if it < cfg.warmup_iters:
+        return cfg.learning_rate * (it + 1) / cfg.warmup_iters
+    done = (it - cfg.warmup_iters) / max(1, cfg.max_iters - cfg.warmup_iters)
+    if cfg.lr_decay == "linear":
+        return cfg.learning_rate * (1 - done)
+    if cfg.lr_decay == "cosine":
+        return cfg.learning_rate * (0.5 + 0.5 * math.cos(math.pi * done))
+    return cfg.learning_rate
+
+
+def set_learning_rate(optimizer, it, cfg):
+    """Set the rate of iteration it."""
+    for group in optimizer.param_groups:
+        # a group of the config file's optimizer may have a rate of its own
+        given = cfg.given.get("learning_rate", cfg.learning_rate)
+        share = group.get("initial_lr", given) / given
+        group["lr"] = learning_rate(it, cfg) * share

@@ -58,6 +58,14 @@ def reference_for(policy, base, cfg):
     return base
 
 
+def is_reference(setup):
+    """Whether the policy still has the very weights of the reference. Then the KL is 0, and what
+    their log-probs differ by is rounding."""
+    policy = merged_weights(setup.policy)
+    reference = merged_weights(setup.reference)
+    return all(torch.equal(policy[name], x) for name, x in reference.items())
+
+
 def settings_of(path, content=None):
     """The Settings of the run that wrote a checkpoint. content: its content, if already read."""
     content = content or read_checkpoint(path)

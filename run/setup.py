@@ -5,12 +5,13 @@ from typing import Any
 import torch
 
 from common.device import autocast, machine, pick_device, pick_dtype
-from data.prompts import load_prompts
+from data.prompts import choose_prompts, load_prompts
 from fast import to_half
 from judge import load_judge, reward_functions
 from judge.rewards import check_columns
 from model import GPT
 from rollout import generate
+from run.after import try_after
 from run.optimizer import make_optimizer
 from run.policy import load_policy, reference_for, trainable
 from run.precision import check_precision
@@ -171,7 +172,12 @@ def made_up_reward(completions):
 
 def prepare_small(cfg, inputs):
     """-> (Setup, settings) for a step that costs next to nothing: short completions, made-up
-    rewards, and no model that must be trained first."""
+    rewards, and no model that must be trained first. None where no step calls a function."""
+    try_after(cfg)
+    if "choose" in cfg.functions:
+        choose_prompts(inputs.prompts, {}, 0, cfg)
+    if not step_calls_functions(cfg):
+        return None
     answering = ("environment", "tools")
     small = replace(
         cfg, judge=None, eval_judge=None, compile=False, mask_truncated_completions=False,

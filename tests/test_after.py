@@ -13,6 +13,7 @@ import run.after as door
 from common.files import read_json
 from grpo import collect, collect_iteration, try_functions, update
 from loss import Batch
+from rollout import completion_entropies
 from run.settings import HINTS, load_settings, settings_that_are
 from worlds import (
     WORD_PROMPTS, WORDS, assert_near, assert_refused, inputs_of, letters, read_rows, setup_of,
@@ -251,10 +252,10 @@ def test_entropy_of_replayed_rollouts_is_that_of_the_policy_now():
     setup, cfg, batch = replayed_world(top_entropy_quantile=.5)
     shaken(setup.policy)        # far enough for other tokens to be the least sure
     step = next(grpo.optimizer_steps(batch, cfg, 3))
-    mask = grpo.policy_mask_of(setup, batch, step, True, cfg)
     least_sure = cfg.door("policy_tokens")
+    mask = least_sure.of_step(setup, batch, step, True, cfg)
     now = torch.zeros_like(batch.rollout.entropy)
-    now[:] = grpo.completion_entropies(setup.policy, batch.rollout, cfg.temperature)
+    now[:] = completion_entropies(setup.policy, batch.rollout, cfg.temperature)
     assert torch.equal(mask, least_sure(now, batch.loss_mask, cfg)), "of the policy then"
     assert not torch.equal(mask, least_sure(batch.rollout.entropy, batch.loss_mask, cfg))
 

@@ -13,7 +13,7 @@ from loss import loss_of
 from run import metrics
 from run.flags import problems
 from run.meter import piece_of, spread_of
-from run.metrics import batch_metrics
+from run.metrics import batch_metrics, kl_grad_share
 from worlds import (
     forward, generator_of, gradient, letters, mean_token, number_gpt, settings, shaken, world)
 
@@ -252,7 +252,7 @@ def test_the_kls_share_of_the_gradient(mini_batch_size):
         norms.append(float(gradient(getattr(loss, part), setup.trained).norm()))
     forwards = []
     setup.policy.register_forward_hook(lambda *args: forwards.append(1))
-    m = grpo.kl_grad_share(setup, batch, cfg, 1)
+    m = kl_grad_share(setup, batch, grpo.optimizer_steps(batch, cfg, 1), cfg)
     assert_logged(m, {"kl_grad_share": norms[0] / norms[1]}, 1e-3)
     assert len(forwards) == -(-len(step.rows) // 5), "both gradients come from one forward"
     assert all(p.grad is None for p in setup.trained), "the step starts from nothing"

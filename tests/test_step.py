@@ -10,10 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
-from grpo import collect, learning_rate, optimizer_steps, update
+from grpo import collect, optimizer_steps, update
 from loss import losses, micro_batches
 from rollout import Rollout, completion_entropies, drop_finished, generate
 from run.metrics import batch_metrics
+from run.optimizer import learning_rate
 from run.report import StepLog, silent_log
 from worlds import (
     PROMPTS, assert_close, assert_near, forcing, forward, gradient, inputs_of, letters, number_gpt,

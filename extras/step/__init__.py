@@ -21,7 +21,7 @@ from rollout import completion_logprobs
 from run.checkpoint import load_checkpoint, newest_checkpoint
 from run.evaluation import evaluate
 from run.flags import problems, problems_of_evaluation
-from run.metrics import batch_metrics, std
+from run.metrics import batch_metrics, kl_grad_share, std
 from run.report import reward_of
 
 
@@ -61,7 +61,7 @@ def debug_step(argv, setup, cfg):
     old = [p.detach().clone() for p in setup.trained]
     norms = {}
     scored = scored_step(setup, batch, held_out, cfg, seed) if cfg.tracin != "off" else None
-    m = grpo.kl_grad_share(setup, batch, cfg, seed) | grpo.update(
+    m = kl_grad_share(setup, batch, grpo.optimizer_steps(batch, cfg, seed), cfg) | grpo.update(
         setup, batch, held_out, cfg, seed, check=True, watch=watcher(setup, norms))
     phase("loss")
     print_loss(m, cfg)

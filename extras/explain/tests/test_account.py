@@ -18,6 +18,7 @@ from extras.explain.story import row_of
 from extras.explain.target import HeldOut, Sentences, follow, thinned
 from extras.explain.told import token_parts
 from rollout import completion_logprobs, concatenate, generate
+from run.optimizer import learning_rate
 from worlds import TOKENIZER, forcing, number_gpt, refusal, settings, setup_of, shaken, skip_without
 
 
@@ -158,7 +159,7 @@ def by_hand(setup, cfg, states, taken, slopes):
         v = b2 * v + (1 - b2) * (clips[-1] * g) ** 2
         c1, c2 = 1 - b1 ** (t + 1), 1 - b2 ** (t + 1)
         slope = (slopes[t] + slopes[t + 1]) / 2
-        rate = grpo.learning_rate(k.it, cfg)
+        rate = learning_rate(k.it, cfg)
         per_unit.append(-rate / c1 / ((v / c2).sqrt() + eps) * slope)
     shares = torch.zeros(taken[-1].it + 1, len(taken[0].batch.row_weights))
     for s, k in enumerate(taken):

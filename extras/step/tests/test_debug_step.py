@@ -166,7 +166,7 @@ def test_faults_can_be_seen_in_the_columns(taken_apart, monkeypatch):
         patch.setattr("loss.completion_logprobs",
                       lambda model, rollout, temperature, *more: completion_logprobs(
                           model, rollout, 1.0, *more))
-        patch.setattr(grpo, "check_ratio", lambda *_: None)
+        patch.setattr("run.meter.check_ratio", lambda *_: None)
         out = taken_apart("--temperature=0.5")
     best = tables(part_of(out, "rollout"))[0]
     assert column(best, "trainer") != pytest.approx(column(best, "sampler"), abs=0.01)
