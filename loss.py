@@ -42,9 +42,9 @@ class Batch:
     scores: Tensor = None       # (N, K) by each reward function, float64 on the CPU
     rewards: Tensor = None      # (N,) their weighted sum, likewise
     kl: Tensor = None           # (N, T) with the KL in the reward, not yet times beta; or 0
-    influence: Tensor = None    # (N,) NaN where it is not known
+    influence: Tensor = None    # (N,) NaN where unknown
     rounds: list = None         # how many groups were sampled in each round
-    replaced: list = None       # Batches of the groups that others have replaced
+    replaced: list = None       # Batches of the groups that resampling has replaced
     age: Tensor = None          # (N,) iterations since they were sampled: above 0 where replayed
 
     def __post_init__(self):
@@ -59,7 +59,7 @@ class Batch:
         return Batch(**{name: getattr(self, name)[rows] for name in known})
 
     def where(self, mask):
-        """What is known of some rows, mask (N,), before there are advantages."""
+        """The Batch of some rows, mask (N,), before there are advantages."""
         return Batch(
             self.rollout[mask], prompts=[*itertools.compress(self.prompts, mask)],
             completions=[*itertools.compress(self.completions, mask)], scores=self.scores[mask],
@@ -67,7 +67,7 @@ class Batch:
 
     @staticmethod
     def joined(batches):
-        """The rows of several, before there are advantages."""
+        """The rows of several Batches, before there are advantages."""
         return Batch(
             concatenate([b.rollout for b in batches]),
             prompts=sum((b.prompts for b in batches), []),
@@ -88,18 +88,18 @@ class Batch:
 
     @property
     def everything(self):
-        """All that this iteration has sampled: its rows, and behind them those that others have
+        """All that this iteration has sampled: its rows, and behind them those that resampling has
         replaced."""
         if not self.replaced:
             return self.fresh
-        # `allowed` is large, and nobody asks for it here
+        # without `allowed`, which is large and not needed here
         parts = [replace(b, rollout=replace(b.rollout, allowed=None))
                  for b in (self.fresh, *self.replaced)]
         return Batch.joined(parts)
 
     @property
     def row_advantages(self):
-        """(N,): with a critic the mean over the row's sampled tokens; it is 0 elsewhere."""
+        """One advantage per row (N,): with a critic, the mean over its sampled tokens."""
         if self.advantages.dim() == 1:
             return self.advantages
         return self.advantages.sum(1) / self.rollout.sampled_mask.sum(1).clamp(min=1)
@@ -167,7 +167,7 @@ def bounded(log_ratio):
 
 def kl_estimate(logp, ref_logp, estimator="k3"):
     """Per-token estimate of KL(policy, reference) from tokens of the policy: k3 (Schulman 2020), or
-    another one of extras/variants/kl_estimator.py."""
+    one of extras/variants/kl_estimator.py."""
     d = ref_logp - logp
     if estimator != "k3":
         return variant("kl_estimator", estimator)(d)
@@ -178,7 +178,7 @@ def clipped_objective(ratio, logp, A, cfg):
     """What the policy maximises, for each token: min(ratio A, clamp(ratio, low, high) A). ratio,
     logp (n, T), A (n,) or (n, T).
 
-    A config file's `objective`, or that of another loss_type (extras/variants), takes its place. At
+    A config file's `objective`, or a different loss_type (extras/variants), takes its place. At
     ratio 1 the gradient of each in extras/variants is A times that of logp: tracin.Recording builds
     on it where A is one number for a row.
     """
@@ -215,13 +215,13 @@ def by_token(x, num_tokens):
 
 
 def aggregate(x, mask, step, cfg):
-    """Sum of x (n, T) or (n, 1) over the tokens with loss, divided by the tokens of the step, or by
-    what a config file's `divide`, or that of another loss_type, divides by: ()."""
-    found = cfg.call("divide", by_token, x=x * mask, mask=mask, num_rows=step.num_rows,
+    """Sum of x (n, T) or (n, 1) over the tokens with loss, divided by the tokens of the step; or
+    by what a config file's `divide`, or a different loss_type, divides by: ()."""
+    total = cfg.call("divide", by_token, x=x * mask, mask=mask, num_rows=step.num_rows,
                      num_tokens=step.num_tokens, cfg=cfg)
-    if found.shape != ():
-        raise BadInput(f"divide returned {shown(found)}: must be one number, of all x")
-    return found
+    if total.shape != ():
+        raise BadInput(f"divide returned {shown(total)}: must be one number, of all x")
+    return total
 
 
 def by_micro_batch(cfg):
@@ -234,7 +234,7 @@ def grpo_loss(logp, b, step, cfg):
     with gradient."""
     # outside the mask both log-probs become 0, so the ratio there is exp(0) = 1 and never NaN
     mask = b.loss_mask
-    unmasked_logp = logp        # influence asks for the gradient of this one
+    unmasked_logp = logp        # influence takes the gradient by this one
     logp = logp.masked_fill(~mask, 0)
     old_logp = b.rollout.logp.masked_fill(~mask, 0)
 
@@ -294,7 +294,7 @@ def loss_of(setup, policy, batch, rows, step, cfg):
 
 
 def micro_batches(rollout, rows, cfg):
-    """This process's share of some rows (n,), in pieces of micro_batch_size; () if it has none."""
+    """Split this process's share of some rows (n,) into micro-batches; () if it has none."""
     mine = rows[shard(len(rows))]
     # rows of similar length share a piece, which saves padding. The order changes no result, unless
     # the loss is divided by the tokens of a piece: then rows stay as they are

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from common.script import BadInput, select_arguments, numbers
+from common.script import BadInput, select_arguments, numbers, shown
 
 
 def subset(batch, rows):
@@ -58,3 +58,18 @@ def own_advantages(advantage, batch, cfg, **offered):
     A = numbers("advantage", returned, shape[:1], shape, why=unknown_rewards(batch))
     A = A.detach().to(batch.rollout.logp)
     return A if A.dim() == 1 else A.masked_fill(~batch.rollout.sampled_mask, 0)
+
+
+def target_number(cfg, setup, batch):
+    """What the config file's `target` returns. It takes, by name, the policy, the tokenizer and the
+    batch: the held-out rollouts, or without any the iteration's own."""
+    target = cfg.functions["target"]
+    offered = dict(policy=setup.policy, tokenizer=setup.tokenizer, batch=private_copy(batch))
+    number = target(**select_arguments("target", target, offered))
+
+    # a number without a slope would teach nothing, NaN would spoil the weights
+    numbers("target", number, (), why=unknown_rewards(batch))
+    if not torch.is_tensor(number) or not number.requires_grad:
+        raise BadInput(f"target returned {shown(number)}: must be a tensor that depends on the "
+                       "policy's weights")
+    return number

@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.nn.utils import vector_to_parameters
 
 from common.device import full_precision
+from common.doors import target_number
 from common.script import seed_for
 from common.progress import Progress
 from extras.explain.account import exact, flat, gradient, kept
 from judge.rewards import reward_facts, score
 from rollout import completion_logprobs
 from run.sampling import sample_completions
-from tracin import target_number
 
 FOLDS = 8       # of the held-out sample
 AT_ONCE = 400   # completions that are sampled together; limits memory
