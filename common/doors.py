@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from common.script import BadInput, select_arguments, numbers, shown
+from common.script import BadInput, numbers, select_arguments, shown
 
 
 def subset(batch, rows):
