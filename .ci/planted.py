@@ -866,6 +866,9 @@ MISTAKES = [
          "    except (ValueError, RecursionError):\n        lines.append(last)\n")),
 
     # test_precision.py
+    *of("fast.py", "test_precision.py::test_half_the_memory_changes_no_bit",
+        ("frozen weights are rounded", "type(layer) is nn.Linear and is_half(layer)",
+         "type(layer) is nn.Linear")),
     *of("run/evaluation.py", "test_precision.py::test_what_is_called_float32_is_not_tf32",
         ("perplexity in TF32", "@full_precision()\n", "")),
 
