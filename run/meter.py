@@ -27,7 +27,8 @@ def piece_of(x, mask, around=0.0):
 def spread_of(pieces, around=0.0):
     """(count, mean, std, least, greatest) of the numbers in the pieces of all processes; five zeros
     if there are none."""
-    rows = all_gather([piece.tolist() for piece in pieces]) or [[0.0] * 5]
+    # in one transfer, since each waits for a GPU
+    rows = all_gather(torch.stack(pieces).tolist() if pieces else []) or [[0.0] * 5]
     pieces = torch.tensor(rows, dtype=torch.float64)                                # (M, 5)
     count, total, squares = pieces[:, :3].sum(0).tolist()
     if count == 0:

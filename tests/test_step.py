@@ -13,6 +13,7 @@ import grpo
 from grpo import collect, optimizer_steps, update
 from loss import losses, micro_batches
 from rollout import Rollout, completion_entropies, drop_finished, generate
+from run.meter import spread_of
 from run.metrics import batch_metrics
 from run.optimizer import learning_rate
 from run.report import StepLog, silent_log
@@ -161,6 +162,16 @@ def test_a_check_for_ended_rows_waits_for_a_gpu_once(monkeypatch):
         found = [*waits.found]
     assert found == ["tolist"]
     assert left.tolist() == [2, 0, 3], "the last rows fill the places of those that have ended"
+
+
+def test_the_spread_of_many_micro_batches_waits_for_a_gpu_as_often_as_of_one(monkeypatch):
+    pieces = [torch.rand(5, dtype=torch.float64) for _ in range(6)]
+    numbers = []
+    for some in (pieces[:1], pieces):
+        with Waits(monkeypatch) as waits:
+            spread_of(some)
+        numbers.append(waits.found.count("tolist"))
+    assert numbers[0] == numbers[1]
 
 
 # ------------------------------------------------------------------------------------------------
