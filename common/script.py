@@ -31,17 +31,17 @@ def shown(value, most=80):
     return text if len(text) <= most else text[:most] + "..."
 
 
-def numbers(what, found, *shapes, why=""):
+def numbers(what, returned, *shapes, why=""):
     """What a user's function returned -> a float64 tensor of one of these shapes, all of it finite.
     BadInput for anything else. why: words on what may be the cause."""
     try:
-        x = torch.as_tensor(found, dtype=torch.float64)
+        x = torch.as_tensor(returned, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         x = torch.tensor(torch.nan)
     if x.shape not in shapes or not x.isfinite().all():
         wanted = " or ".join(str(tuple(shape)) for shape in shapes)
-        raise BadInput(f"{what} returned {shown(found)}: must be finite numbers of shape {wanted}"
-                       + why)
+        raise BadInput(
+            f"{what} returned {shown(returned)}: must be finite numbers of shape {wanted}" + why)
     return x
 
 
@@ -144,23 +144,22 @@ WANTED = {bool: "True or False", int: "N, from 1 to 99999", str: "..."}
 PATTERNS = {bool: "True|False|", int: "[1-9][0-9]{0,4}", str: ".+"}
 
 
-def own_flags(argv, own):
-    """({name: value} of the flags in `own`, which has their defaults; all other arguments). A flag
-    whose default is a bool is True or False, and True without a value; one whose default is an int
-    is a whole number from 1."""
-    # its own flags have a default, whose type says what may be given
-    found = dict(own)
-    rest = []
+def own_flags(argv, defaults):
+    """Take a command's flags out of argv -> ({name: value}, all other arguments). The type of a
+    default says what may be given: a bool is True or False, and True without a value; an int is a
+    whole number from 1."""
+    values = dict(defaults)
+    others = []
     for arg in argv:
         name, _, value = arg.removeprefix("--").partition("=")
-        if arg.startswith("--") and name in own:
-            kind = type(own[name])
+        if arg.startswith("--") and name in defaults:
+            kind = type(defaults[name])
             if not re.fullmatch(PATTERNS[kind], value, re.DOTALL):
                 raise BadInput(f"{arg}: must be --{name}={WANTED[kind]}")
-            found[name] = value != "False" if kind is bool else kind(value)
+            values[name] = value != "False" if kind is bool else kind(value)
         else:
-            rest.append(arg)
-    return found, rest
+            others.append(arg)
+    return values, others
 
 
 def seed_for(*purpose):
@@ -171,7 +170,7 @@ def seed_for(*purpose):
 
 
 def key_of(made_of):
-    """The part of a file's name that says what it was made of."""
+    """A short hash of the inputs, for a cache file's name."""
     return hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
 
 
