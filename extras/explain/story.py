@@ -292,9 +292,9 @@ def story_of(run, i):
         target.folds_of)
 
 
-def told_of(run, i, sentence):
+def told_of(run, i, sentence, number):
     """What is Told of number i. sentence: (prompt, a Rollout of one row), or None where the number
-    is no sentence's."""
+    is no sentence's. number: before its lists, where there are several."""
     setup, cfg, course = run.setup, run.cfg, run.course
     story = story_of(run, i)
     rows = rows_of(run.taken, story.shares)
@@ -322,6 +322,7 @@ def told_of(run, i, sentence):
             directions = [L[i] for L in run.account.directions]
         cards.append(told.cards_of(story, setup, cfg, run.states, directions, is_smooth))
     lines = told.lines_of(story, rows, splits, run.by, tokens)
+    cards = [{number + heading: some for heading, some in lists.items()} for lists in cards]
     return Told(lines, told.chart_of(story), tables, cards)
 
 
@@ -388,6 +389,7 @@ def main(argv):
     labels = labels_by(folder, cfg, taken, own["by"]) if own["by"] else None
     run = Replayed(setup, cfg, since, target, states, taken, course, found, smooth, own["by"],
                    labels, own["exact"] or not target.is_sampled)
-    numbers = [told_of(run, i, sentence) for i, sentence in enumerate(sentences or [None])]
+    numbers = [told_of(run, i, sentence, f"{i + 1}. " * (len(sentences) > 1))
+               for i, sentence in enumerate(sentences or [None])]
     closing = [text for text in (told.say_smooth(smooth, SMOOTH), note) if text]
     show(folder, about_run(folder, cfg, target, taken, since, end), numbers, closing)

@@ -408,6 +408,7 @@ def test_several_sentences_are_explained_together_also_where_other_settings_are_
     harmless = ("--micro_batch_size=3", "--eval_interval=9")
     text, found = told(run("plain"), f"--prompts={path}", *ASKED, FAST, "--since=3", *harmless)
     assert text.count("account: rollouts") == 2 and "'the' -> ' cat'" in text
+    assert "\n1. The sentence" in text and "\n2. The sentence" in text, "whose lists are these?"
     _, alone = told(run("plain"), *ASKED, FAST, "--since=3")
     assert alone == pytest.approx(found, abs=2e-3)
 
