@@ -9,15 +9,14 @@ docstring of the function that computes the number:
 The measures of an evaluation begin with `Measures:`.
 """
 import ast
-import os
+import glob
 import re
 import textwrap
 
 from common.files import ROOT, read_text
 
 FILES = ("run/log.py", "run/meter.py", "run/metrics.py", "grpo.py", "extras/environment/tools.py",
-         "extras/variants/ref_model_sync_steps.py", "extras/variants/zero_std_groups.py",
-         "extras/variants/loss_type/cispo.py", "run/evaluation.py")
+         "extras/variants/**/*.py", "run/evaluation.py")
 TITLE = {"Metrics": "Metrics of an iteration, metrics.jsonl",
          "Measures": "Measures of an evaluation, eval.jsonl"}
 
@@ -36,8 +35,9 @@ def tables(path, title):
 
 def meanings(title="Metrics"):
     """{name: meaning} of the numbers of an iteration, or of the "Measures" of an evaluation."""
-    paths = [f"{ROOT}/{path}" for path in FILES]
-    rows = [row for path in paths if os.path.exists(path) for row in tables(path, title)]
+    paths = [path for pattern in FILES for path in sorted(
+        glob.glob(f"{glob.escape(ROOT)}/{pattern}", recursive=True))]
+    rows = [row for path in paths for row in tables(path, title)]
     return {name: meaning for names, meaning in rows for name in names}
 
 

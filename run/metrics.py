@@ -3,8 +3,9 @@ The metrics of an iteration: pure functions of a loss, of influence, of a batch.
 stands in the docstring of its function, and `python grpo.py --help=metrics` prints it.
 
 A metric of your own is a line in one function: in loss_metrics as the sum and the count of a
-micro-batch (run/meter.py adds them up), or in batch_metrics as a number of the iteration's
-rollouts. It is logged, and explained once its docstring has it.
+micro-batch (run/meter.py adds them up), in completion_metrics as a number of all completions that
+an iteration has sampled, or in batch_metrics as a number of those that are learned from. It is
+logged, and explained once its docstring has it.
 """
 import itertools
 import math

@@ -1,2 +1,7 @@
-"""Losses by name. Each is a file of functions that a config file may have, too (docs/doors.md)."""
-from extras.variants.loss_type import bnpo, cispo, dr_grpo, grpo, sapo  # noqa: F401
+"""Losses by name: each file of this folder, of functions that a config file may have, too
+(docs/doors.md)."""
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _file in iter_modules(__path__):
+    import_module(f"{__name__}.{_file.name}")
