@@ -29,8 +29,8 @@ from run.checkpoint import LOGS, newest_checkpoint
 from run.policy import load_policy, load_run
 from run.settings import load_settings
 from worlds import (
-    assert_near, assert_refused, printed, random_ids, read_rows, refusal, skip_without,
-    untimed_metrics)
+    assert_near, assert_refused, flip_a_bit, printed, random_ids, read_rows, refusal,
+    skip_without, untimed_metrics)
 
 # a reward that draws from the three global generators, and may send a signal or fail in one call
 NOISE = """
@@ -446,12 +446,6 @@ def test_a_finished_run_is_printed_again_and_made_longer(noise, whole, run_grpo,
 # ------------------------------------------------------------------------------------------------
 # what is damaged or does not fit is refused, and kept
 
-def flip_a_bit(run):
-    content = bytearray((run / "ckpt_000006.pt").read_bytes())
-    content[len(content) // 2] ^= 1
-    (run / "ckpt_000006.pt").write_bytes(content)
-
-
 def lose_the_checkpoints(run):
     for path in run.glob("ckpt_*.pt"):
         path.unlink()
@@ -460,7 +454,7 @@ def lose_the_checkpoints(run):
 # what happens to the folder of a run
 DAMAGE = {
     "cut short": lambda run: os.truncate(run / "ckpt_000006.pt", 1000),
-    "a flipped bit": flip_a_bit,
+    "a flipped bit": lambda run: flip_a_bit(run / "ckpt_000006.pt"),
     "another kind": lambda run: torch.save({"kind": "policy"}, run / "ckpt_000006.pt"),
     "another name, which would stay the newest for ever":
         lambda run: (run / "ckpt_000004.pt").rename(run / "ckpt_000009.pt"),

@@ -18,7 +18,7 @@ from extras.explain.groups import Split, at_random, most_of, rows_of, splits_of,
 from extras.explain.told import TOO_FAR
 from rollout import Rollout
 from run.settings import Settings
-from worlds import assert_refused, printed, read_rows, skip_without
+from worlds import assert_refused, flip_a_bit, printed, read_rows, skip_without
 
 explain = importlib.import_module("extras.explain.__main__")
 accounts = importlib.import_module("extras.explain.account")
@@ -501,11 +501,7 @@ def test_checkpoints_of_another_run_are_seen(run, tmp_path):
     def refuses(*names):
         assert_refused(names, explain.main, [folder, f"{folder}/config.py", *ASKED])
 
-    with open(path, "r+b") as f:        # one bit of a weight
-        f.seek(os.path.getsize(path) // 2)
-        byte, = f.read(1)
-        f.seek(-1, os.SEEK_CUR)
-        f.write(bytes([byte ^ 1]))
+    flip_a_bit(path)
     refuses(path)
     content["policy"]["h.0.ln_1.weight"] += 1e-3
     torch.save(content, path)
