@@ -160,8 +160,8 @@ LARGEST_LOG_RATIO = 20.0
 
 
 def bounded(log_ratio):
-    """log_ratio, or LARGEST_LOG_RATIO where that is less. Its own slope stays 1 everywhere, so that
-    a token beyond the bound still has a gradient."""
+    """log_ratio, at most LARGEST_LOG_RATIO. The bound changes the value only: the slope stays 1
+    beyond it, where clamp would make it 0, so that such a token keeps a gradient."""
     return log_ratio - (log_ratio - LARGEST_LOG_RATIO).clamp(min=0).detach()
 
 
@@ -198,7 +198,7 @@ def clipped(ratio, A, cfg):
             "clip_ratio/region_mean": low | high}
 
 
-clipped_objective.clipped = clipped     # an objective says itself what is counted of it
+clipped_objective.clipped = clipped     # each objective brings its own clip metrics
 
 
 def objective_of(cfg):
@@ -234,7 +234,7 @@ def grpo_loss(logp, b, step, cfg):
     with gradient."""
     # outside the mask both log-probs become 0, so the ratio there is exp(0) = 1 and never NaN
     mask = b.loss_mask
-    unmasked_logp = logp        # influence takes the gradient by this one
+    unmasked_logp = logp        # the model's own output: influence differentiates by it
     logp = logp.masked_fill(~mask, 0)
     old_logp = b.rollout.logp.masked_fill(~mask, 0)
 
@@ -246,9 +246,9 @@ def grpo_loss(logp, b, step, cfg):
     if importance := cfg.door("importance"):    # one for all tokens of a row
         ratio = bounded(importance(log_ratio, mask, A)).exp()           # (n, 1)
 
-    # push tokens of better completions up and of worse ones down, but only as far as the clip.
+    # the objective: clipped_objective above, unless the config file or loss_type replaces it.
     # Tokens outside policy_mask get no push, but count in a sequence's ratio, the KL and the
-    # divisors. Influence may have weighed the rows; else every weight is 1
+    # divisors. row_weights are 1 unless influence has set them
     objective = cfg.call("objective", clipped_objective, ratio=ratio, logp=logp, A=A,
                          old_logp=old_logp, mask=mask, cfg=cfg)         # (n, T) or (n, 1)
     if objective.shape not in (mask.shape, ratio.shape):
@@ -304,14 +304,11 @@ def micro_batches(rollout, rows, cfg):
     return mine.split(cfg.micro_batch_size) if len(mine) else ()
 
 
-def losses(setup, policy, batch, step, cfg, recording=None):
+def losses(setup, policy, batch, step, cfg):
     """The Loss of a step, micro-batch by micro-batch, each with its rows. Run its backward before
     taking the next, so that only one is in memory; their gradients add up in .grad.
 
-    policy: setup.fast(setup.policy), which may be compiled; as it is for a recording
-    of tracin.py, since the tape hooks its layers.
+    policy: setup.fast(setup.policy), which may be compiled, or the plain one.
     """
     for rows in micro_batches(batch.rollout, step.rows, cfg):
-        if recording:
-            recording.begin(rows)
         yield loss_of(setup, policy, batch, rows, step, cfg), rows

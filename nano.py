@@ -5,7 +5,7 @@ complete comments less toxically.
     python nano.py                              # a minute or two: toxicity falls from 0.13 to 0.04
     python nano.py max_iters=2 seed=3           # any setting below, as name=value
 
-On a CPU it gives the digits of config/toxicity.py --dtype=float32: tests/test_nano.py.
+On a CPU its digits are those of config/toxicity.py --dtype=float32 (tests/test_nano.py).
 
 What it leaves out:
 Several steps on one batch, different losses and advantages are in grpo.py and loss.py.
@@ -88,7 +88,7 @@ eval_judge = load_judge("data/eval_judge.pt", device)
 
 
 def load_prompts(comments):
-    """The first 4 to 9 words of each comment, as token ids: the policy is to go on from there."""
+    """The first 4 to 9 words of each comment, as token ids: the policy continues from there."""
     prompts = []
     for text, _ in comments:
         words = text.split(" ")
@@ -130,17 +130,16 @@ def grpo_loss(logp, old_logp, ref_logp, A, mask, num_tokens):
     Log-probs (n, T) of their tokens now, when they were drawn, and under the reference; advantages
     A (n, 1); mask (n, T), True on the tokens. num_tokens: of all N completions.
     """
-    # how much likelier is a token now than when it was drawn? exp(0) = 1, as each batch of rollouts
-    # serves one step; but its gradient is that of logp
+    # how much likelier is a token now than when it was drawn? With one step per batch this is 1, so
+    # the clip never acts; but the gradient of the ratio at 1 is the gradient of logp
     ratio = (logp - old_logp).exp()                                 # (n, T)
 
-    # make the tokens of better completions likelier and those of worse ones less likely. Nothing is
-    # gained by a ratio beyond the clip
+    # raise the probability of the tokens of better completions, lower it for worse ones. The clip
+    # removes the reward for moving a ratio further than epsilon
     objective = torch.min(ratio * A, ratio.clamp(1 - epsilon, 1 + epsilon) * A)     # (n, T)
 
-    # how far is the policy from the reference? Over tokens that the policy draws, the mean of this
-    # is the KL, and no token's is negative (k3, Schulman 2020). With the ratio before it, its
-    # gradient is the KL's, too
+    # distance to the reference, estimated per token (k3, Schulman 2020): never negative, and its
+    # mean over the policy's own tokens is the KL. Times the ratio, its gradient is the KL's as well
     d = ref_logp - logp
     kl = ratio * (d.expm1() - d)                                    # (n, T)
 

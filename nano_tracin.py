@@ -5,7 +5,7 @@ nano.py and one idea, influence: learn only from rollouts that help. diff nano.p
     python nano_tracin.py max_iters=2 seed=3    # any setting below, as name=value
 
 The policy gets no better by it: docs/results.md. But each rollout is shown to help or to hurt.
-On a CPU it gives the digits of config/toxicity_tracin.py --dtype=float32: tests/test_nano.py.
+On a CPU its digits are those of config/toxicity_tracin.py --dtype=float32 (tests/test_nano.py).
 
 What it leaves out:
 Several steps on one batch, different losses and advantages are in grpo.py and loss.py.
@@ -46,7 +46,7 @@ max_iters = 8
 num_prompts = 32            # B prompts in an iteration
 num_generations = 8         # G completions of each prompt: they are a group
 max_completion_length = 28  # T tokens at most
-micro_batch_size = 16       # rows in one forward and backward pass: for memory
+micro_batch_size = 16       # rows in one forward and backward pass: a tape keeps layers' inputs
 learning_rate = 3e-4
 beta = 0.25                 # weight of the KL, which keeps the policy near where it started
 epsilon = 0.2               # how far a ratio may go from 1 before it is clipped
@@ -89,7 +89,7 @@ eval_judge = load_judge("data/eval_judge.pt", device)
 
 
 def load_prompts(comments):
-    """The first 4 to 9 words of each comment, as token ids: the policy is to go on from there."""
+    """The first 4 to 9 words of each comment, as token ids: the policy continues from there."""
     prompts = []
     for text, _ in comments:
         words = text.split(" ")
@@ -131,17 +131,16 @@ def grpo_loss(logp, old_logp, ref_logp, A, mask, num_tokens):
     Log-probs (n, T) of their tokens now, when they were drawn, and under the reference; advantages
     A (n, 1); mask (n, T), True on the tokens. num_tokens: of all N completions.
     """
-    # how much likelier is a token now than when it was drawn? exp(0) = 1, as each batch of rollouts
-    # serves one step; but its gradient is that of logp
+    # how much likelier is a token now than when it was drawn? With one step per batch this is 1, so
+    # the clip never acts; but the gradient of the ratio at 1 is the gradient of logp
     ratio = (logp - old_logp).exp()                                 # (n, T)
 
-    # make the tokens of better completions likelier and those of worse ones less likely. Nothing is
-    # gained by a ratio beyond the clip
+    # raise the probability of the tokens of better completions, lower it for worse ones. The clip
+    # removes the reward for moving a ratio further than epsilon
     objective = torch.min(ratio * A, ratio.clamp(1 - epsilon, 1 + epsilon) * A)     # (n, T)
 
-    # how far is the policy from the reference? Over tokens that the policy draws, the mean of this
-    # is the KL, and no token's is negative (k3, Schulman 2020). With the ratio before it, its
-    # gradient is the KL's, too
+    # distance to the reference, estimated per token (k3, Schulman 2020): never negative, and its
+    # mean over the policy's own tokens is the KL. Times the ratio, its gradient is the KL's as well
     d = ref_logp - logp
     kl = ratio * (d.expm1() - d)                                    # (n, T)
 
@@ -190,10 +189,10 @@ for it in range(max_iters):
         for rows in micro_batches:
             ref_logp[rows] = logprobs(reference, rollout[rows])
 
-    # loss: this time a tape keeps apart what each rollout i adds to the gradient. As all ratios are
-    # 1, the gradient of L_i, its part of the policy's loss, is c_i = -A_i / num_tokens times that
-    # of its log-prob. The target below is made of log-probs, too, so one recording of them serves
-    # both. The KL is learned from all rollouts: the sum of its gradients is enough
+    # loss: a tape keeps each rollout's gradient apart. L_i is rollout i's part of the policy loss.
+    # All ratios are 1, so grad L_i = c_i * grad logp_i, where c_i = -A_i / num_tokens and logp_i
+    # sums the log-probs of its tokens. The target below is a sum of logp_i, too: one recording
+    # serves both. The KL is learned from all rollouts, so the sum of its gradients is enough
     mean_kl = 0.0
     c = torch.zeros_like(A)                                         # (N,)
     with Tape(policy, len(A)) as tape:
@@ -209,9 +208,9 @@ for it in range(max_iters):
             (logp * mask[rows]).sum().backward()        # what the tape records; p.grad is set below
             mean_kl += kl.item()
 
-    # target: of these completions, those with a reward above the mean of the batch should get
-    # likelier, the rest less likely. So each rollout is a part of its own target; a target of
-    # held-out rollouts (tracin_val_prompts) has no such part
+    # target: completions of this batch with a reward above the mean should become likelier, the
+    # others less likely. So each rollout is part of its own target, which favours it; a target of
+    # held-out rollouts (tracin_val_prompts) avoids this
     value = (rewards - known.mean()).nan_to_num(0).to(A)            # (N,)
     target = tape.gradient(-value)                  # of the loss sum_i -value_i * log-prob_i
 

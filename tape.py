@@ -212,7 +212,7 @@ def repeated(rows, times):
 def record_of(rows, b, a, dtype=None):
     """The Record of those entries whose gradient is not 0, as an outer product in dtype. The others
     add nothing: padding and, in the last block, most of the prompt. Copy only where some are left
-    out. On a GPU all are kept, as to count them is to wait for it."""
+    out. On a GPU all are kept, because counting them would wait for it."""
     of_entries = repeated(rows, len(a) // max(1, len(rows)))
     if a.device.type == "cpu":
         g = b if b.is_floating_point() else a

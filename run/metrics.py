@@ -1,6 +1,6 @@
 """
-The metrics of an iteration: pure functions of a loss, of influence, of a batch. What a number means
-stands in the docstring of its function, and `python grpo.py --help=metrics` prints it.
+The metrics of an iteration: pure functions of a loss, of influence, of a batch. Each number is
+explained in the docstring of the function that computes it: `python grpo.py --help=metrics`.
 
 A metric of your own is a line in one function: in loss_metrics as the sum and the count of a
 micro-batch (run/meter.py adds them up), in completion_metrics as a number of all completions that
