@@ -53,7 +53,7 @@ def select_arguments(name, function, offered):
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     wrong = [p.name for p in by_name if p.name not in offered and p.default is p.empty]
-    wrong += [str(p) for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
+    wrong += [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
     if wrong:
         raise BadInput(f"{name} asks for {wrong[0]!r}: it may ask for "
                        f"{', '.join(map(str, offered))}, by these names")

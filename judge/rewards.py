@@ -5,12 +5,13 @@ An error inside such a function keeps Python's own message, with the function's 
 """
 import contextlib
 import copy
+import inspect
 import math
 
 import torch
 
 from common.processes import all_gather, shard
-from common.script import select_arguments, numbers, shown
+from common.script import BadInput, numbers, select_arguments, shown
 from judge import reward_functions
 
 FACTS = ("completion_ids", "ended", "iteration", "num_generations")     # see reward_facts
@@ -36,7 +37,13 @@ def call(what, function, prompts, texts, name="completions", facts=None):
 
 
 def check_arguments(what, function, prompts, name="completions", facts=()):
-    """Before training: does every prompt have the columns that a user's function takes?"""
+    """Before training: does a user's function look at what it scores or answers, and does every
+    prompt have the columns that it takes?"""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not takes_all and not {name, "completion_ids", "ended"} & set(parameters):
+        raise BadInput(f"{what} takes ({', '.join(parameters)}): must take (prompts, {name}), by "
+                       "these names; columns of the prompts' file may follow")
     prompt_with = {frozenset(prompt.row): prompt for prompt in prompts}
     for columns, prompt in prompt_with.items():
         select_arguments(f"{what} (prompt {shown(prompt.text)})", function,

@@ -10,7 +10,8 @@ from torch.nn.utils import get_total_norm
 
 from common.guards import check_ratio, check_step
 from common.processes import all_gather
-from run.metrics import influence_metrics, influence_spread, loss_metrics, units_of
+from run.metrics import (
+    PER_STEP, influence_metrics, influence_spread, loss_metrics, units_of)
 
 
 def piece_of(x, mask, around=0.0):
@@ -55,7 +56,7 @@ class Meter:
         zero = torch.zeros((), dtype=torch.float64, device=setup.device)
         self.zeros = [zero, zero]
         # {name: sum and count}. These names are logged even if there are no rows, or no step
-        self.sums = dict.fromkeys(("loss", "policy_loss", "grad_norm"), self.zeros)
+        self.sums = dict.fromkeys(("loss", "policy_loss"), [zero, zero + PER_STEP])
         self.ratios = []            # pieces of a spread
         self.gaps = []              # likewise: |trainer's - sampler's log-prob| before a step
         self.influences = []        # (n,) of the rollouts that each step has scored
@@ -110,6 +111,12 @@ class Meter:
         self.num_steps += 1
         self.is_fresh = self.check = False
 
+    def mean(self, total, count):
+        """NaN where nothing was counted."""
+        if count == PER_STEP:
+            count = max(1, self.num_begun)
+        return total / count if count else math.nan
+
     def metrics(self):
         """The metrics of the whole update, over all processes -> {name: number}.
 
@@ -132,9 +139,11 @@ class Meter:
                 totals[name] = [a + b for a, b in zip(totals.get(name, (0.0, 0.0)), pair)]
 
         # means: of what was counted, or over the steps
-        metrics = {name: total / (count or max(1, self.num_begun))
-                   for name, (total, count) in totals.items()}
+        metrics = {name: self.mean(*pair) for name, pair in totals.items()}
         metrics["num_steps"] = self.num_steps
+        if self.num_steps == 0:
+            norms = ["grad_norm", "val/grad_norm"] if self.cfg.critic else ["grad_norm"]
+            metrics |= dict.fromkeys(norms, 0.0)
         if self.cfg.tracin != "off":
             metrics["tracin/empty_steps"] = self.num_empty
 

@@ -20,7 +20,7 @@ from loss import objective_of
 from tape import cosine, inner
 from tracin import gradients_of, target_coefficients
 
-PER_STEP = 0    # in place of a count: divide the sum by the number of steps
+PER_STEP = math.inf     # in place of a count: divide the sum by the number of steps
 
 
 def units_of(loss):

@@ -206,6 +206,28 @@ def test_a_reward_asks_for_what_the_step_knows():
     tried(reward)
 
 
+def test_a_reward_must_see_what_it_scores():
+    """Else all completions of a prompt are equal to it, and nothing is learned."""
+    def by_prompt(prompts):
+        return [0.0] * len(prompts)
+
+    def misspelled(prompts, completion=None):
+        return [0.0] * len(prompts)
+
+    def by_ids(completion_ids):
+        return [float(len(ids)) for ids in completion_ids]
+
+    def passed_on(*args, **kwargs):
+        return by_ids(kwargs["completion_ids"])
+
+    for function in (by_prompt, misspelled):
+        assert_refused("completions", tried, function)
+    for function in (by_ids, passed_on):
+        tried(function)
+        found = score({"r": function}, ASKED, ANSWERS, {"completion_ids": [[4, 2, 0], [5]]})
+        assert found.tolist() == [[3], [1]]
+
+
 def test_a_column_does_not_hide_what_the_step_knows():
     """samples.jsonl of another run has a column `iteration`: that of the other run."""
     rows = [Prompt("I am", [1], {"text": "I am", "ended": "col", "iteration": 77, "n": 3})] * 2

@@ -12,8 +12,9 @@ from common.variants import variants_of
 from loss import loss_of
 from run import metrics
 from run.flags import problems
-from run.meter import piece_of, spread_of
+from run.meter import Meter, piece_of, spread_of
 from run.metrics import batch_metrics, kl_grad_share
+from run.report import silent_log
 from worlds import (
     forward, generator_of, gradient, letters, mean_token, number_gpt, settings, shaken, world)
 
@@ -316,3 +317,15 @@ def test_metrics_of_a_target(kind, is_held_out):
         for name, norm in zip(names[:3], norms):
             expected[f"tracin/target_grad_norm/{name}"] = norm
     assert_logged(logged(setup, batch, cfg, held_out), expected, 1e-3)
+
+
+def test_a_mean_of_nothing_is_not_zero():
+    """A metric of one's own may count tokens of which an iteration has none."""
+    cfg = settings(mean_token)
+    setup, _ = world(cfg)
+    meter = Meter(setup, cfg, silent_log)
+    zero = torch.zeros((), dtype=torch.float64)
+    meter.count({"of nothing": (zero, 0), "of two": (zero + 3, 2)})
+    m = meter.metrics()
+    assert math.isnan(m["of nothing"]) and m["of two"] == 1.5
+    assert m["loss"] == m["grad_norm"] == 0, "no step has no norm, and is no reason to stop"
