@@ -99,15 +99,12 @@ def test_settings_that_do_not_go_together_are_refused():
 --num_generations=1
 --num_prompts=6 --num_generations=4 --mini_batch_size=7 | mini_batch_size | num_generations
 --num_generations=4 --decode_batch_size=3 | decode_batch_size | num_generations
---ref_model_sync_steps=2 | ref_model_sync_steps | beta
 --reward_weights=(1,2)
 --judge=None
 --reward_funcs=nobody | reward_funcs | nobody
 --tracin_val_reward=judge | tracin_val_reward | tracin_val_prompts
 --tracin=target
 --tracin_select=weigh
---tracin=reward --tracin_val_prompts=2 --tracin_val_size=1 | tracin_val_size
---stop_strings=('x',)
 """)
 
 
@@ -217,7 +214,8 @@ def test_what_asks_for_a_folder_that_is_not_here_is_one_line(write, tmp_path, mo
     for line in MISSING.strip().splitlines():
         asks, asked_by, folder = line.split(" | ")
         refuses((asked_by, f"extras/{folder}"), asks if asks.startswith("--") else write(asks))
-    load_settings([write(ANSWERED), "--max_turns=0"])       # nobody asks
+    if "max_turns" in NAMES:
+        load_settings([write(ANSWERED), "--max_turns=0"])       # nobody asks
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setitem(sys.modules, "extras.torchrun", None)
     assert "extras/torchrun" in refusal(runpy.run_path, f"{ROOT}/common/processes.py")

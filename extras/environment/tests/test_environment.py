@@ -239,3 +239,7 @@ def test_the_config_file_loads_and_its_tool_answers():
     t = int(r.completion_mask.sum()) - 1
     answering(WORDS, cfg, prompts)(0, r, torch.arange(1), t, t + 1)
     assert WORDS.decode(r.tokens[0, t + 2:][~r.sampled_mask[0, t + 1:]].tolist()) == " = 84"
+
+
+def test_a_stop_string_needs_somebody_who_answers():
+    assert_refused("stop_strings", load_settings, ["--stop_strings=('x',)"])

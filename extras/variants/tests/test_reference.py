@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from extras.variants.ref_model_sync_steps import sync_reference
-from worlds import assert_near, settings, setup_of, shaken
+from run.settings import load_settings
+from worlds import assert_near, assert_refused, settings, setup_of, shaken
 
 
 def weights_of(model):
@@ -24,3 +25,7 @@ def test_the_reference_follows_the_policy(rank):
     found = sync_reference(setup, 1.0)
     assert torch.equal(weights_of(setup.reference), policy)
     assert found == {"ref_tensors_differing": 0, "ref_distance_left": 0.0}
+
+
+def test_a_reference_that_nothing_looks_at_follows_nothing():
+    assert_refused(("ref_model_sync_steps", "beta"), load_settings, ["--ref_model_sync_steps=2"])

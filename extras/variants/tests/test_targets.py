@@ -4,8 +4,8 @@ import math
 import torch
 
 from extras.variants.tracin_val_select import targets
-from run.settings import Settings
-from worlds import generator_of
+from run.settings import Settings, load_settings
+from worlds import assert_refused, generator_of
 
 NAN = math.nan
 
@@ -19,3 +19,8 @@ def test_which_held_out_rollouts_are_the_target():
         assert targets(rewards, cfg, g).tolist() == expected, (how, size)
     few = targets(rewards, Settings(tracin_val_size=2), g).tolist()
     assert len({*few}) == 2 and {*few} < {*range(6)}, "two random ones"
+
+
+def test_one_held_out_rollout_has_no_spread():
+    assert_refused("tracin_val_size", load_settings, [
+        "--tracin=reward", "--tracin_val_prompts=2", "--tracin_val_size=1"])
