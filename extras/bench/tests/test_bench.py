@@ -86,7 +86,9 @@ def test_phases_add_up_to_an_iteration_of_a_run(monkeypatch):
     setup.generate = takes(1, setup.generate)
     monkeypatch.setattr(grpo, "all_scores", takes(10, grpo.all_scores))
     monkeypatch.setattr(grpo, "reference_logprobs", takes(100, grpo.reference_logprobs))
-    monkeypatch.setattr(loss, "loss_of", takes(1000, loss.loss_of))
+    slow_loss = takes(1000, loss.loss_of)
+    for module in (loss, tracin):       # with influence its recording makes the loss
+        monkeypatch.setattr(module, "loss_of", slow_loss)
     monkeypatch.setattr(tracin, "find_influence", takes(1e4, tracin.find_influence))
     monkeypatch.setattr(setup.optimizer, "step", takes(1e5, setup.optimizer.step))
     monkeypatch.setattr(phases, "now", lambda device: time_now[0])
