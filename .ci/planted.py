@@ -430,23 +430,6 @@ MISTAKES = [
     *of("tracin.py", "test_influence.py::test_coefficients_of_targets",
         ("target of bad rewards", "value = (r - r.mean()) / ", "value = (r.mean() - r) / ")),
 
-    # test_planted.py, test_organisms.py
-    *of("extras/study/planted.py",
-        "test_planted.py::test_shares_and_predictions_are_the_accounts",
-        ("planted cause: TracIn by the slope after the step", "zip(slopes[-2::-1], steps)",
-         "zip(slopes[:0:-1], steps)"),
-        ("planted cause: no Hessian", "derivative[0] += hessian_times(", "hessian_times(")),
-    *of("extras/study/planted.py",
-        "test_planted.py::test_auc_units_and_controls_by_hand",
-        ("planted cause: an AUC without ties", "(bad == good).double() / 2", "0.0")),
-    *of("extras/study/rules.py",
-        "test_planted.py::test_shares_and_predictions_are_the_accounts",
-        ("rules: the momentum of rule B forgotten", "later = k.b1 * (later", "later = 0 * (later")),
-    *of("extras/study/organisms.py",
-        "test_organisms.py::test_what_is_read_has_the_gradient_of_what_was_written[False]",
-        ("organisms: log-probs of the prompt", "logp[sampled] = logprobs[sampled] if",
-         "logp[sampled] = logprobs[:int(sampled.sum())] if")),
-
     # test_account.py
     *of("extras/explain/account.py",
         "test_account.py::test_shares_add_up_and_are_those_of_brute_force[plain]",
