@@ -4,7 +4,7 @@ This command measures the last checkpoint of a run, with other settings if you l
 
     python evaluate.py out/toxicity --num_eval_prompts=256
 """
-from common.script import run_script    # before torch: see common
+from common.cli import run_script    # before torch: see common
 
 from grpo import prepare, read_inputs
 from run.checkpoint import load_checkpoint, look_at, newest_checkpoint

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from common.errors import BadInput, shown
 from common.processes import shard
-from common.script import BadInput, shown
 from common.variants import variant
 from judge.rewards import all_equal
 from rollout import (

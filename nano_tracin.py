@@ -29,7 +29,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from common.device import autocast, pick_device, pick_dtype
-from common.script import seed_for
+from common.seeds import seed_for
 from data.comments import load_comments, split_comments
 from data.prompts import draw_prompts
 from data.tokenizer import load_tokenizer, texts_of

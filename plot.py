@@ -15,8 +15,9 @@ import math
 import os
 import textwrap
 
+from common.cli import exit_codes, own_flags, run_script
+from common.errors import BadInput, optional
 from common.files import read_log, replacing, undamaged
-from common.script import BadInput, exit_codes, optional, own_flags, run_script
 from run.settings import read_run, settings_that_are
 
 with exit_codes(), optional("matplotlib"):      # without it: one line

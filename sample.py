@@ -12,7 +12,9 @@ import io
 import sys
 from dataclasses import replace
 
-from common.script import BadInput, own_flags, run_script, seed_for     # before torch: see common
+from common.cli import own_flags, run_script     # before torch: see common
+from common.errors import BadInput
+from common.seeds import seed_for
 
 import torch
 

@@ -552,7 +552,7 @@ MISTAKES = [
     *of("judge/scorer.py", "test_judge.py::test_bfloat16_ties_no_scores",
         ("a judge's last layer in bfloat16", "exact_linear(self.score, x[:, 0])",
          "self.score(x[:, 0])")),
-    *of("common/script.py", "test_judge.py::test_a_reward_that_returns_something_else_is_named",
+    *of("common/doors.py", "test_judge.py::test_a_reward_that_returns_something_else_is_named",
         ("a reward that is not finite is taken", " or not x.isfinite().all():", ":"),
         ("a reward for each completion but one", "if x.shape not in shapes or not", "if not")),
     *of("run/check.py", "test_config.py::test_every_range_is_checked",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from common.errors import BadInput, shown
 from common.processes import rank_and_size
-from common.script import BadInput, shown
 
 
 def pick_device(name, threads=0):

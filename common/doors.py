@@ -1,13 +1,42 @@
 """
-What functions of the config file are given of a batch, and what they may return. A batch is a
-loss.Batch; docs/doors.md has the functions.
+Doors: functions of the config file (hooks, or callbacks) that the project calls in place of its
+own, such as `advantage` and `target`. Here is what they are given, and what they may return.
+docs/doors.md lists them. A batch is a loss.Batch.
 """
 import copy
+import inspect
 from dataclasses import replace
 
 import torch
 
-from common.script import BadInput, numbers, select_arguments, shown
+from common.errors import BadInput, shown
+
+
+def select_arguments(name, function, offered):
+    """The entries of offered {parameter: value} that a function of the config file names; all of
+    them for **kwargs."""
+    # by name, so that a misspelled one is refused
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for missing in [n for n, p in names.items() if n not in offered and p.default is p.empty]:
+        raise BadInput(f"{name} asks for {missing!r}: it may ask for "
+                       f"{', '.join(map(str, offered))}, by these names")
+    return {key: x for key, x in offered.items() if takes_all or key in names}
+
+
+def numbers(what, returned, *shapes, why=""):
+    """What a user's function returned -> a float64 tensor of one of these shapes, all of it finite.
+    BadInput for anything else. why: words on what may be the cause."""
+    try:
+        x = torch.as_tensor(returned, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        x = torch.tensor(torch.nan)
+    if x.shape not in shapes or not x.isfinite().all():
+        wanted = " or ".join(str(tuple(shape)) for shape in shapes)
+        raise BadInput(
+            f"{what} returned {shown(returned)}: must be finite numbers of shape {wanted}" + why)
+    return x
 
 
 def subset(batch, rows):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from common.script import BadInput, shown
+from common.errors import BadInput, shown
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -303,7 +303,7 @@ def undamaged(path):
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError,
             ValueError) as e:
-        raise BadInput(f"{path}: damaged, or not a file of this project ({shown(e, 200)})") from e
+        raise BadInput(f"{path}: damaged, or not a file of this project ({shown(e, 150)})") from e
 
 
 def load_weights(path, module, weights):
@@ -312,7 +312,7 @@ def load_weights(path, module, weights):
     try:
         module.load_state_dict(weights)
     except (RuntimeError, TypeError) as e:
-        raise BadInput(f"{path}: does not fit these settings ({shown(e, 300)})") from e
+        raise BadInput(f"{path}: does not fit these settings ({shown(e, 150)})") from e
 
 
 MOMENTS = {torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},

@@ -16,8 +16,8 @@ the other two splits.
 import hashlib
 import math
 
+from common.errors import BadInput, shown
 from common.files import each_row, file_of_package
-from common.script import BadInput, shown
 
 NO_LABEL = ("", "-1", "-1.0")      # marks of a comment that nobody has rated
 # percentiles of a hash of the text, so that the file's order does not matter and duplicates share a

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import torch
 
+from common.doors import select_arguments
+from common.errors import BadInput, shown
 from common.files import ending_of, read_rows
 from common.processes import all_gather
-from common.script import BadInput, select_arguments, seed_for, shown
+from common.seeds import seed_for
 from data.comments import as_text, field_of, load_splits, split_comments
 from data.tokenizer import special_tokens
 

@@ -6,8 +6,8 @@ import math
 
 import tiktoken
 
+from common.errors import BadInput
 from common.files import file_of_package, read_json
-from common.script import BadInput
 
 GPT2_SIZE = 50257       # tokens, the end token included
 LARGEST_PADDED = 51200  # tokens of a vocabulary that was padded for speed

@@ -8,7 +8,7 @@ import torch
 
 from common.files import (
     check_kind, load_weights, load_torch, save_file, undamaged)
-from common.script import BadInput, shown
+from common.errors import BadInput, shown
 from data.tokenizer import GPT2_SIZE
 from model import GPTConfig, Policy
 
@@ -31,7 +31,7 @@ def rebuilt(path, shape, weights, make):
         with torch.device("meta"):
             make(config).load_state_dict(dict(weights), assign=True)
     except (RuntimeError, TypeError) as e:
-        raise BadInput(f"{path}: damaged, or a model of another class ({shown(e, 200)})") from e
+        raise BadInput(f"{path}: damaged, or a model of another class ({shown(e, 150)})") from e
 
     # build the model, and try it on two tokens
     model = make(config)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 import grpo
+from common.cli import run_script
 from common.files import ROOT, replacing
-from common.script import run_script, seed_for
+from common.seeds import seed_for
 from rollout import completion_logprobs
 from run.settings import load_settings
 

@@ -12,7 +12,8 @@ import contextlib
 
 import torch
 
-from common.script import BadInput, hash_of
+from common.errors import BadInput
+from common.seeds import hash_of
 from judge.scorer import SAYS_NOTHING, highest_logits, load_scorer, says_nothing
 
 

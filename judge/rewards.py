@@ -10,8 +10,9 @@ import math
 
 import torch
 
+from common.doors import numbers, select_arguments
+from common.errors import BadInput, shown
 from common.processes import all_gather, shard
-from common.script import BadInput, numbers, select_arguments, shown
 from judge import reward_functions
 
 FACTS = ("completion_ids", "ended", "iteration", "num_generations")     # see reward_facts

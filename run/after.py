@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from common.doors import select_arguments
+from common.errors import BadInput, shown
 from common.processes import all_gather
-from common.script import BadInput, select_arguments, shown
 from loss import Batch
 from rollout import Rollout
 from run.check import check

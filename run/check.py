@@ -4,9 +4,9 @@ import os
 import typing
 
 from common import variants
+from common.errors import BadInput, shown
 from common.files import ROOT, read_json
 from common.kinds import Range, at_least, kinds_of
-from common.script import BadInput, shown
 from common.variants import variants_of
 from loss import by_micro_batch
 

@@ -23,9 +23,10 @@ import torch
 
 from common.files import (
     flush, load_file, load_weights, replacing, save_file, undamaged, write_json)
+from common.errors import BadInput, shown
 from common.guards import moments_of
 from common.processes import rank_and_size
-from common.script import BadInput, hash_of, shown
+from common.seeds import hash_of
 from run.after import change_again, changes_of, load_replay, replay_state
 from run.inputs import changed_inputs, of_prompts
 from run.optimizer import (

@@ -6,7 +6,7 @@ import torch
 
 from common.device import full_precision
 from common.processes import all_gather, shard
-from common.script import seed_for
+from common.seeds import seed_for
 from data.tokenizer import end_tokens
 from judge import judge_rewards
 from judge.rewards import all_scores, reward_facts

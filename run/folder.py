@@ -8,8 +8,8 @@ import os
 
 from filelock import FileLock, Timeout
 
+from common.errors import BadInput, shown
 from common.files import flush, is_plain
-from common.script import BadInput, shown
 from run.checkpoint import LOGS, changed_settings, checkpoints, iterations_of
 from run.settings import read_run, settings_that_are
 

@@ -4,9 +4,9 @@ import os
 import statistics
 import time
 
+from common.errors import optional, shown
 from common.files import read_log
 from common.processes import all_gather, rank_and_size
-from common.script import optional, shown
 from rollout import Sampling
 from run.checkpoint import append_rows
 from run.flags import problems_of_evaluation

@@ -13,8 +13,8 @@ from collections import Counter
 
 import torch
 
+from common.doors import select_arguments
 from common.processes import all_gather, shard
-from common.script import select_arguments
 from common.variants import variant
 from loss import objective_of
 from tape import cosine, inner

@@ -12,8 +12,8 @@ import math
 import numpy as np
 import torch
 
+from common.errors import BadInput, shown
 from common.files import load_optimizer, not_data
-from common.script import BadInput, shown
 
 
 class Several:

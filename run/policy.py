@@ -4,9 +4,10 @@ import os
 
 import torch
 
+from common.errors import BadInput
 from common.files import load_torch, undamaged
 from common.processes import rank_and_size
-from common.script import BadInput, seed_for
+from common.seeds import seed_for
 from data.tokenizer import load_tokenizer
 from data.weights import load_gpt, merged_weights, rebuilt, save_gpt
 from fast import to_float

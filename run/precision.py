@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 
 from common.device import autocast, set_precision
+from common.errors import shown
 from common.guards import logp_error, tolerance_of
 from common.processes import all_gather
-from common.script import shown
 from graph import generate_by_graph
 from rollout import completion_logprobs
 

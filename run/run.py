@@ -4,9 +4,10 @@ loop is grpo.train.
 """
 import contextlib
 
+from common.errors import BadInput, shown
 from common.files import read_log
 from common.processes import all_gather, rank_and_size
-from common.script import BadInput, hash_of, shown
+from common.seeds import hash_of
 from common.signals import interrupts
 from run.checkpoint import begin_logs, resume, write_run_config
 from run.evaluation import evaluate

@@ -1,7 +1,8 @@
 """The checkpoints of a run. A failure loses no whole iteration."""
 import copy
 
-from common.script import hash_of, shown
+from common.errors import shown
+from common.seeds import hash_of
 from run.checkpoint import random_state, save_checkpoint, set_random_state
 
 

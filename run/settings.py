@@ -33,7 +33,8 @@ from common.files import ROOT, read_json, read_text
 from common.kinds import (
     Above0, Decay, Fixed, Free, Harmless, Iterations, Live, Path, Positive, Share, ShareAbove0,
     Temperature, Variant, kinds_of)
-from common.script import BadInput, select_arguments, shown
+from common.doors import select_arguments
+from common.errors import BadInput, shown
 from rollout import Sampling
 from run.check import check
 from run.meanings import text_of_all

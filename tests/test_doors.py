@@ -12,8 +12,8 @@ import torch
 
 import grpo
 import tracin
+from common.doors import select_arguments
 from common.files import ROOT
-from common.script import select_arguments
 from grpo import collect, collect_iteration, group_advantages, prepare, try_functions, update
 from run.optimizer import load_state
 from run.settings import GIVEN, load_settings

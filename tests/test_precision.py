@@ -8,7 +8,7 @@ import torch
 
 import grpo
 import run.evaluation
-from common.script import hash_of
+from common.seeds import hash_of
 from data.weights import merged_weights, save_gpt
 from fast import to_half
 from graph import HalfWeights

@@ -34,8 +34,8 @@ import torch
 from torch import nn
 
 import grpo
+from common.errors import BadInput
 from common.files import ROOT, read_rows
-from common.script import BadInput
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from loss import Batch, Step, grpo_loss, loss_of
@@ -379,7 +379,7 @@ def refusal(function, *args, error=(SystemExit, ValueError), **kwargs):
         function(*args, **kwargs)
     text = str(caught.value)
     assert text and "\n" not in text.strip(), f"more than one line: {text}"
-    assert len(text) <= 300, f"a line of {len(text)} characters: {text}"
+    assert len(text) <= 500, f"a line of {len(text)} characters: {text}"
     return text
 
 

@@ -11,7 +11,8 @@ sys.path.insert(0, str(ROOT))       # a notebook begins in its own folder
 import torch  # noqa: E402
 
 import grpo  # noqa: E402
-from common.script import BadInput, exit_codes, optional  # noqa: E402
+from common.cli import exit_codes  # noqa: E402
+from common.errors import BadInput, optional  # noqa: E402
 from data.prompts import draw_prompts  # noqa: E402
 from loss import clipped_objective  # noqa: E402
 from run.settings import load_settings  # noqa: E402

@@ -36,7 +36,9 @@ import grpo     # before torch: sets how its threads wait
 
 import torch
 
-from common.script import BadInput, optional, own_flags, run_script, seed_for
+from common.cli import own_flags, run_script
+from common.errors import BadInput, optional
+from common.seeds import seed_for
 from extras.bench.card import about, print_card, try_parts
 from extras.bench.fits import print_fits, print_fits_of
 from extras.bench.ladder import print_ladder

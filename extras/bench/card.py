@@ -25,9 +25,9 @@ import torch
 
 import grpo
 from common.device import autocast, pick_device, read_proc
+from common.errors import shown
 from common.files import ROOT, read_log
 from common.guards import tolerance_of
-from common.script import shown
 from data.weights import save_gpt
 from extras.bench.phases import device_name
 from graph import generate_by_graph

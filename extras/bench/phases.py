@@ -10,7 +10,7 @@ from torch import nn
 
 import grpo
 from common.device import gpu_name, read_proc
-from common.script import seed_for
+from common.seeds import seed_for
 from run.report import StepLog
 
 # {part of a GPU's name: (GB/s of its memory, TFLOP/s of bfloat16 products summed in float32,

@@ -11,7 +11,8 @@ import random
 import re
 import shutil
 
-from common.script import BadInput, optional, seed_for
+from common.errors import BadInput, optional
+from common.seeds import seed_for
 
 with optional("chess"):
     import chess

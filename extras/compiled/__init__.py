@@ -10,7 +10,7 @@ import copy
 
 import torch
 
-from common.script import shown
+from common.errors import shown
 from graph import generate_by_graph, read_one, sample
 from model import GPT
 

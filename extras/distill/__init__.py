@@ -12,7 +12,8 @@ the reverse KL. With it, the policy gradient descends KL(student, teacher) at ea
 from dataclasses import replace
 
 import grpo
-from common.script import BadInput, hash_of
+from common.errors import BadInput
+from common.seeds import hash_of
 from run.policy import load_policy
 
 

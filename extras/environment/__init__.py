@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import torch
 
+from common.errors import BadInput, shown
 from data.tokenizer import texts_of
 from judge.rewards import call, check_arguments
-from common.script import BadInput, shown
 from extras.environment.tools import STOP, answer_calls, check_prompts_name, check_tools
 
 

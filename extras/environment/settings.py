@@ -1,7 +1,7 @@
 """The environment's settings. They join run/settings.py as long as this folder exists."""
 from dataclasses import dataclass
 
-from common.script import shown
+from common.errors import shown
 
 
 @dataclass

@@ -11,7 +11,7 @@ import inspect
 import re
 from typing import NamedTuple
 
-from common.script import BadInput, shown
+from common.errors import BadInput, shown
 
 STOP = ")"              # where a call ends, and sampling waits for the answer
 ANSWER = " = "

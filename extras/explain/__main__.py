@@ -20,8 +20,9 @@ and which words of them. Prints it and writes account.html into the run's folder
 
 A run that has functions needs its config file, too: RUN CONFIG.py. See docs/account.md.
 """
+from common.cli import run_script
+from common.errors import BadInput
 from common.processes import rank_and_size
-from common.script import BadInput, run_script
 from extras.explain import story
 
 

@@ -37,8 +37,9 @@ from torch.nn.utils import clip_grad_norm_, vector_to_parameters
 
 import grpo
 from common.device import free_memory, full_precision
-from common.script import BadInput, seed_for
+from common.errors import BadInput
 from common.progress import Progress
+from common.seeds import seed_for
 from loss import losses
 from tracin import Recording, gradient_of
 

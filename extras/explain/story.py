@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 import grpo
+from common.cli import own_flags
+from common.errors import BadInput, shown
 from common.files import read_json, read_log, read_rows
-from common.script import BadInput, hash_of, own_flags, seed_for, shown
+from common.seeds import hash_of, seed_for
 from data.prompts import read_prompt
 from extras.explain import told
 from extras.explain.account import account, flat, parts_of, replay, smoothness, walk_back

@@ -23,8 +23,8 @@ from torch.nn.utils import vector_to_parameters
 
 from common.device import full_precision
 from common.doors import target_number
-from common.script import seed_for
 from common.progress import Progress
+from common.seeds import seed_for
 from extras.explain.account import exact, flat, gradient, kept
 from judge.rewards import reward_facts, score
 from rollout import completion_logprobs

@@ -1,5 +1,5 @@
 """Read and write published models. Only this folder needs these packages."""
-from common.script import optional
+from common.errors import optional
 
 with optional("-r extras/hub/requirements.txt"):
     import gguf

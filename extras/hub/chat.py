@@ -13,7 +13,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from extras.hub.files import one_line
-from common.script import BadInput, shown
+from common.errors import BadInput, shown
 
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "       # marks where an unfinished answer goes on
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")       # one field by three names

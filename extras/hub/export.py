@@ -17,8 +17,9 @@ from extras.hub.families import config_to_json, published, spelled_out, with_bia
 from extras.hub.files import TOKENIZER_FILES, one_line, save_tensors
 from extras.hub.policy import tokenizer_of
 from extras.hub.tokenizer import Tokenizer, gpt2_core
+from common.cli import run_script
+from common.errors import BadInput
 from common.files import file_of_package, read_json, replacing, write_json
-from common.script import BadInput, run_script
 from model import GPT, GPTConfig
 
 

@@ -7,7 +7,7 @@ config.json says so, in extras/hub/policy.py if a tensor is left over.
 from dataclasses import dataclass, replace
 
 from model import GPTConfig
-from common.script import BadInput, shown
+from common.errors import BadInput, shown
 
 # `only` (below) of all families, and of those with rotary positions
 ONLY = {"quantization_config": (), "is_causal": (True,)}

@@ -16,8 +16,8 @@ from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
 from extras.hub.families import published
+from common.errors import BadInput, shown
 from common.files import read_json
-from common.script import BadInput, shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",

@@ -10,8 +10,8 @@ from extras.hub.families import (
 from extras.hub.files import fetch, fill, load_tensors, one_line, read_gguf
 from extras.hub.tokenizer import from_folder, from_gguf
 from model import GPT, scale_frequency
+from common.errors import BadInput
 from common.files import file_of_package, read_json
-from common.script import BadInput
 
 
 def locate(name):

@@ -16,8 +16,8 @@ from extras.hub.families import check_only
 from extras.hub.files import fetch, fill, load_tensors, one_line
 from extras.hub.tokenizer import from_folder
 from common.device import exact_linear
+from common.errors import BadInput, shown
 from common.files import read_json
-from common.script import BadInput, shown
 from data.tokenizer import pieces
 
 TOXIC = ("hate", "toxic", "toxicity")  # labels that mean toxic, unless the user names one

@@ -14,8 +14,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from data.tokenizer import GPT2_PATTERN, GPT2_SIZE, byte_alphabet
 from extras.hub.chat import write_chat
 from extras.hub.files import one_line, read_gguf
+from common.errors import BadInput, shown
 from common.files import read_json, read_text
-from common.script import BadInput, shown
 
 LLAMA3_PATTERN = (
     r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"""

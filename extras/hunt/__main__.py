@@ -30,8 +30,9 @@ from pathlib import Path
 
 import torch
 
+from common.cli import own_flags, run_script
+from common.errors import BadInput
 from common.files import ROOT, read_json, read_log, write_json
-from common.script import BadInput, own_flags, run_script
 from extras.hunt.faults import FAULTS, INFLUENCE, Seen
 
 CONFIG = "extras/hunt/config/hunt.py"

@@ -4,7 +4,8 @@
 
 makes the models of the default job. grpo.py also makes a missing one at first use.
 """
-from common.script import BadInput, run_script     # before torch: see common
+from common.cli import run_script     # before torch: see common
+from common.errors import BadInput
 
 from common.device import machine, pick_device, pick_dtype
 from extras.make.judges import HALVES, made_judge

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from common.device import autocast, pick_dtype
-from common.script import BadInput
+from common.errors import BadInput
 from data.comments import load_splits
 from data.tokenizer import load_tokenizer
 from data.weights import save_gpt

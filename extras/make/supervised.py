@@ -1,13 +1,14 @@
 """For making a policy and a judge alike: a cache of made models, and the loop of training."""
+import hashlib
 import math
 import os
 import tempfile
 import time
 
+from common.errors import BadInput
 from common.files import load_file, load_optimizer, load_weights, save_file, undamaged
 from common.processes import rank0_first
 from common.progress import Progress
-from common.script import BadInput, key_of
 
 SAVE_SECONDS = 20
 
@@ -15,9 +16,9 @@ SAVE_SECONDS = 20
 def cached(cfg, name, inputs, make, may_train):
     """Path of the file in cfg.cache_dir for these inputs. make(path) makes it at first use;
     BadInput if it is missing and may_train is False."""
-    path = os.path.join(cfg.cache_dir, f"{name}-{key_of(inputs)}.pt")
-
     # the name holds a hash of all inputs, so a file of that name is the right one
+    key = hashlib.sha256(repr(inputs).encode()).hexdigest()[:8]
+    path = os.path.join(cfg.cache_dir, f"{name}-{key}.pt")
     with rank0_first():
         if not os.path.exists(path):
             if not may_train:

@@ -16,8 +16,10 @@ import jinja2
 import torch
 
 import grpo
+from common.cli import own_flags, run_script
+from common.errors import BadInput
 from common.files import ROOT, replacing
-from common.script import BadInput, own_flags, run_script, seed_for
+from common.seeds import seed_for
 from extras.explain.words import logprob_changes, pieces_of, token_slopes
 from rollout import completion_logprobs
 from run.settings import load_settings

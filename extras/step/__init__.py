@@ -13,7 +13,7 @@ import os
 import torch
 
 import grpo
-from common.script import seed_for
+from common.seeds import seed_for
 from common.variants import variant
 from extras.step.influence import scored_step
 from loss import Step, loss_of

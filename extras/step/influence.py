@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 import grpo
-from common.script import seed_for
+from common.seeds import seed_for
 from tracin import Recording, find_influence
 
 

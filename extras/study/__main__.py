@@ -31,8 +31,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from common.cli import own_flags, run_script
+from common.errors import BadInput
 from common.files import ROOT, is_plain, read_log, undamaged, write_json
-from common.script import BadInput, own_flags, run_script
 from run.settings import load_settings, read_config
 
 NEEDED = ("config", "arms", "seeds", "measure")

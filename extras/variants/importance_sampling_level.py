@@ -1,5 +1,5 @@
 """Whose ratio is clipped, beside the core's `token`."""
-from common.script import BadInput
+from common.errors import BadInput
 
 
 def sequence(log_ratio, mask, A):

@@ -1,7 +1,7 @@
 """AdamW does not step along a gradient: measure on the weights as it will move them."""
 import torch
 
-from common.script import BadInput
+from common.errors import BadInput
 
 
 def adam_scale(optimizer, gradient):

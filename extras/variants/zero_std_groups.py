@@ -1,7 +1,7 @@
 """What becomes of groups whose rewards are all equal, beside the core's `keep` and `drop`."""
 import itertools
 
-from common.script import seed_for
+from common.seeds import seed_for
 from data.prompts import draw_prompts
 from loss import Batch
 

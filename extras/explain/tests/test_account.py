@@ -8,7 +8,7 @@ from torch.nn.utils import vector_to_parameters
 
 import grpo
 import tracin
-from common.script import seed_for
+from common.seeds import seed_for
 from extras.explain import target as targets
 from extras.explain.account import (
     account, flat, replay, smoothness, smoothness_by, train_again, walk_back)

@@ -13,7 +13,7 @@ import extras.make.policy
 import grpo
 import run.policy
 from common.files import save_file
-from common.script import hash_of
+from common.seeds import hash_of
 from conftest import TINY
 from data.weights import load_gpt
 from extras.make.judges import auc, even_lengths, length_batches, print_base, train_judge

@@ -6,9 +6,9 @@ from config.toxicity import *
 
 import functools
 
+from common.seeds import seed_for as _seed_for
 from judge import judge_rewards as _judge_rewards
 from judge import load_judge as _load_judge
-from common.script import seed_for as _seed_for
 
 out_dir = "out/study_wrong"
 dtype = "auto"

@@ -23,7 +23,8 @@ import run.saver  # noqa: E402
 import tracin  # noqa: E402
 from common.files import load_file  # noqa: E402
 from common.processes import all_gather  # noqa: E402
-from common.script import hash_of, run_script  # noqa: E402
+from common.cli import run_script  # noqa: E402
+from common.seeds import hash_of  # noqa: E402
 from run.checkpoint import newest_checkpoint  # noqa: E402
 from worlds import assert_near, random_gpt, read_rows, settled  # noqa: E402
 
@@ -290,8 +291,8 @@ import sys, time
 sys.path.insert(0, {root!r})
 from datetime import timedelta
 import extras.torchrun
+from common.cli import run_script
 from common.processes import all_gather, rank0_first, rank_and_size
-from common.script import run_script
 
 def main(argv):
     rank, _ = rank_and_size()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import grpo
-from common.script import seed_for
+from common.seeds import seed_for
 from data.prompts import Prompt, draw_prompts
 from run.metrics import batch_metrics, rollout_toxicity
 from run.log import sample_rows
