@@ -864,13 +864,6 @@ MISTAKES = [
     *of("data/weights.py", "test_nanogpt.py::test_adapters_are_merged_into_the_weights",
         ("adapters are not merged", "lora.base.weight + update", "lora.base.weight")),
 
-    # test_drawing.py
-    *of("docs/drawing.py", "test_drawing.py::test_what_is_drawn_is_the_group_of_a_step",
-        ("drawn: less likely, not likelier", "likelier = (change *", "likelier = (-change *")),
-    *of("docs/drawing.py", "test_drawing.py::test_any_text_can_be_drawn",
-        ("drawn: a missing reward counts as 0", "mean = drawn.rewards.nanmean()",
-         "mean = drawn.rewards.nan_to_num().mean()")),
-
     # test_plot.py
     *of("plot.py", "test_plot.py::test_a_value_without_neighbours_is_seen",
         ("a single value is not drawn", "alone = gap[:-2] & gap[2:]",
