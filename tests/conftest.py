@@ -4,6 +4,7 @@
     TEST_THREADS=2 python -m pytest     # more than one thread
     TEST_BFLOAT16=yes python -m pytest  # as on a CPU with fast bfloat16; no: on one without
 """
+import functools
 import os
 import sys
 from types import SimpleNamespace
@@ -23,6 +24,10 @@ torch.set_num_threads(THREADS)
 if "TEST_BFLOAT16" in os.environ:
     torch.cpu._is_avx512_bf16_supported = lambda: os.environ["TEST_BFLOAT16"] == "yes"
 
+import data.tokenizer  # noqa: E402
+
+# before anybody else imports it: a run reads it three times, and each takes 50 ms
+data.tokenizer.load_tokenizer = functools.cache(data.tokenizer.load_tokenizer)
 import rollout  # noqa: E402
 from common.files import read_text  # noqa: E402
 from worlds import printed, seed_of, settled, skip_for, write_comments  # noqa: E402

