@@ -1,7 +1,6 @@
 """What changes between iterations by the config file's `after`: settings, replay, an early end. A
 run that goes on has the same bits, and config.json says what was given."""
 import copy
-import json
 import shutil
 from dataclasses import replace
 
@@ -11,13 +10,13 @@ import torch
 import grpo
 import run.after as door
 from common.files import read_json
-from grpo import collect, collect_iteration, try_functions, update
+from grpo import collect, collect_iteration, update
 from loss import Batch
 from rollout import completion_entropies
 from run.settings import HINTS, load_settings, settings_that_are
 from worlds import (
-    WORD_PROMPTS, WORDS, assert_near, assert_refused, inputs_of, letters, read_rows, setup_of,
-    shaken, skip_for, skip_without, steps_of, untimed_metrics, word_gpt, words)
+    WORD_PROMPTS, WORDS, assert_near, assert_refused, letters, read_rows, setup_of, shaken,
+    skip_for, skip_without, steps_of, untimed_metrics, word_gpt, words)
 
 REWARD = """
 def reward(prompts, completions):
@@ -139,11 +138,12 @@ def test_what_after_sets_is_what_a_resumed_run_is_given(name, run_own, tmp_path)
     plain = REWARD + "def after(it, cfg):\n    pass\n"
     run_own("given", "--max_iters=1", *flags, config=plain)
     shutil.copytree(tmp_path / "given", tmp_path / "before")
-    more = ("--max_iters=3", "--resume=True", *flags)
+    last = "--max_iters=3" if name == "ref_model_mixup_alpha" else "--max_iters=2"
+    more = (last, "--resume=True", *flags)
     run_own("given", *more, f"--{name}={value}", config=plain)
     run_own("before", *more, config=plain)
     sets = REWARD + f"def after(it, cfg):\n    cfg.{name} = {value}\n"
-    run_own("set", "--max_iters=3", *flags, config=sets)
+    run_own("set", last, *flags, config=sets)
     assert_same_run(tmp_path / "set", tmp_path / "given", f"{name} is another one than was set")
     weights = weights_of(tmp_path / "before"), weights_of(tmp_path / "set")
     assert any(not torch.equal(x, weights[1][key]) for key, x in weights[0].items()), (
@@ -171,18 +171,12 @@ def sets(name, value):
 @pytest.mark.parametrize("after, named", [
     (sets("weight_decay", .1), "weight_decay"), (sets("num_generations", 2), "num_generations"),
     (sets("temperature", -1.0), "temperature"), (sets("beta", float("nan")), "beta"),
-    (lambda: [True] * 15, "16"), (lambda: [.5] * 16, "16"),
-    (lambda: [True] * 2 + [False] * 14, "group")],
-    ids=["read once", "groups", "out of range", "NaN", "too few", "no mask", "half a group"])
+    (lambda: [.5] * 16, "16"), (lambda: [True] * 2 + [False] * 14, "group")],
+    ids=["read once", "groups", "out of range", "NaN", "no mask", "half a group"])
 def test_what_after_does_wrong_is_refused(after, named):
     """What would do nothing, or something else, in silence."""
     assert_refused(("after" if "temp" not in named and named != "beta" else named, named),
                    after_once, after)
-
-
-def test_a_name_that_after_is_not_offered_is_refused_before_training():
-    cfg = cfg_with(lambda rewards: None)
-    assert_refused("rewards", try_functions, cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
 
 
 def test_all_processes_go_on_with_what_rank_0_has_made(monkeypatch):
@@ -282,14 +276,3 @@ def test_an_account_refuses_a_loop_that_changes(run_own, tmp_path):
     from extras.explain.__main__ import main
     run_own("run", "--max_iters=1")
     assert_refused("after", main, [str(tmp_path / "run"), str(tmp_path / "own.py")])
-
-
-def test_memory_is_what_a_checkpoint_gives_back():
-    """A tuple is a list at once, not only after a stop."""
-    def after(memory):
-        memory["pair"] = (1, 2)
-
-    setup, _, _ = after_once(after)
-    assert setup.memory == {"pair": [1, 2]} == json.loads(json.dumps(setup.memory))
-    with pytest.raises(TypeError):
-        after_once(lambda memory: memory.update(x=torch.ones(1)))

@@ -77,8 +77,6 @@ def test_a_flag_has_the_type_of_its_setting_and_the_last_one_counts(write):
 def test_what_is_typed_wrongly_is_one_line_that_names_it():
     refuses_each("""
 --bata=1 | bata | beta
---qqqq=1
---functions=1
 --beta 0.1
 -beta=1
 nowhere.py | nowhere.py
@@ -89,8 +87,6 @@ nowhere.py | nowhere.py
 --log_micro=None
 --prompt_words=(5,3)
 --out_dir=
---reward_funcs=()
---out_dir=~nobody_of_this_name/run | out_dir | ~nobody_of_this_name
 """)
 
 
@@ -162,9 +158,8 @@ def test_every_config_of_the_project_loads():
 
 # the text of a config file | what the one line names
 FAILING = [
-    ("import math", "a.py"), ("num_generation = 4", "num_generations"),
-    ("beta = float('nan')", "beta"), (CONSTANT.replace("reward", "rewrd").format(1), "rewrd"),
-    ("async " + CONSTANT.format(1), "reward")]
+    ("num_generation = 4", "num_generations"), ("beta = float('nan')", "beta"),
+    (CONSTANT.replace("reward", "rewrd").format(1), "rewrd")]
 
 
 def test_a_file_that_fails_is_one_line_that_names_what_fails(write):
@@ -191,6 +186,7 @@ def test_files_build_on_each_other_and_functions_are_rewards(write, monkeypatch,
 
 def test_what_a_config_file_imports_is_no_reward(write):
     text = "from math import sqrt\nfrom random import *\nimport torch\n_n = 0.25\nbeta = sqrt(_n)\n"
+    text += "class Slow(torch.optim.SGD): pass\n"
     cfg = load_settings([write(text + CONSTANT.format(1))])
     assert (cfg.beta, list(cfg.functions)) == (0.5, ["reward"])
 
@@ -253,13 +249,6 @@ def test_functions_come_from_a_named_file_alone(write, tmp_path):
     assert cfg.beta == 0.3, "the run's settings are what was trained with"
     assert cfg.source == open(mine).read()
     assert cfg.functions["reward"]([], [""]) == [1]
-
-
-def test_a_config_json_that_is_none_is_one_line(tmp_path):
-    for text in ("{", "[]", "{}", '{"settings": {"speed": []}}', "[" * 10 ** 6,
-                 '{"settings": {}, "functions": [5]}', '{"settings": {"seed": "x"}}'):
-        (tmp_path / "config.json").write_text(text)
-        refuses(str(tmp_path), tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """graph.py: its step without a graph samples what rollout.decode does; graphs are few. fast.py: the
 product of bfloat16 numbers that it reads the head with."""
-import contextlib
 import copy
 import math
 
@@ -11,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fast
 import graph
-from graph import BLOCK, Decoder, draw_by_blocks, generate_by_graph, sample
+from graph import BLOCK, Decoder, draw_by_blocks, generate_by_graph
 from rollout import completion_logprobs, generate
 from run import precision
 from worlds import (
@@ -42,16 +41,6 @@ def test_a_million_draws_are_those_of_the_distribution_function():
             token = draw_by_blocks(probs.expand(len(u), -1).contiguous(), u)
             assert (probs[token] > 0).all(), "a token of probability 0 is drawn"
             assert (u <= cdf[token] + 1e-6).all() and (u >= cdf[token] - exact[token] - 1e-6).all()
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_what_is_recorded_is_the_distribution(temperature):
-    logits = 4 * torch.randn(6, 300, generator=generator_of(1)) - 63
-    u = torch.rand(6, generator=generator_of(2))
-    token, logp, entropy = sample(logits.clone(), u, temperature)
-    exact = (logits.double() / temperature).log_softmax(-1)
-    assert_near(logp.double(), exact.gather(1, token[:, None])[:, 0], 1e-4)
-    assert_near(entropy.double(), -(exact.exp() * exact).sum(-1), 1e-5)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -133,23 +122,6 @@ def on_gpu(model, **how):
     return decoder
 
 
-def test_ended_rows_leave_and_keys_are_read_as_far_as_they_are_there(captures):
-    read = []
-
-    def watched(model, ids, seen, layers, length):
-        keys = layers[0][0]
-        read.append((len(ids), keys.shape[2], int(length)))
-        return graph.read_one(model, ids, seen, layers, length)
-
-    model = random_gpt()
-    found = assert_same_tokens(model, decoder=on_gpu(model, read=watched), eos=(0, 1, 2, 3))
-    running = found.completion_mask.sum(0).tolist()     # at each token
-    for t, (n, W, length) in enumerate(read, 1):
-        assert running[t] <= n <= max(2, 1.5 * running[t // 4 * 4]), "ended rows are read"
-        assert length < W <= max(8, 1.5 * (length + 4)), "keys are read that are not there"
-    assert len({n for n, *_ in read}) > 2 and len({W for _, W, _ in read}) > 2
-
-
 def test_few_graphs_are_made_and_used_again(captures, monkeypatch):
     model = random_gpt(n_layer=1)
     decoder = on_gpu(model)
@@ -182,28 +154,6 @@ def test_a_temperature_of_its_own_is_a_graph_of_its_own(captures):
     for temperature in (1.0, 0.5, 1.0):
         for _ in range(2):
             assert_same_tokens(model, decoder=decoder, temperature=temperature, eos=(-1,))
-
-
-def test_a_graph_is_what_its_function_launches(monkeypatch):
-    """By a stand-in of a GPU's graphs."""
-    events = []
-
-    class CUDAGraph:
-        def replay(self):
-            events.append("replay")
-
-    @contextlib.contextmanager
-    def record(graph, pool, capture_error_mode):
-        events.append(pool)
-        yield
-        events.append("end")
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", CUDAGraph)
-    monkeypatch.setattr(torch.cuda, "graph", record)
-    step = graph.Step(lambda: events.append("step"), "pool")
-    for _ in range(3):
-        step()
-    assert events == ["step", "pool", "step", "end", "replay", "replay"]
 
 
 # ------------------------------------------------------------------------------------------------

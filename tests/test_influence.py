@@ -2,7 +2,6 @@
 Influence inside GRPO: targets, selection, the step. By brute force: one autograd backward per row.
 The tape itself: test_tape.py.
 """
-import copy
 import functools
 import math
 from dataclasses import replace
@@ -14,7 +13,7 @@ import torch
 import grpo
 import tracin
 from common.files import ROOT
-from grpo import collect, update
+from grpo import collect
 from loss import Step, loss_of
 from rollout import completion_entropies, completion_logprobs
 from run.check import check
@@ -347,38 +346,8 @@ def test_controls_keep_as_many_as_positive_does():
     assert (drawn.sum(1) == 3).all() and (drawn.sum(0) > 10).all(), "it has favourites"
 
 
-def test_what_a_function_does_to_its_batch_stays_there():
-    """Columns, texts and rewards. Rows of one prompt are one object."""
-    seen = []
-
-    def careless(influence, batch):
-        seen.extend(len(prompt.row.pop("tests")) for prompt in batch.prompts)
-        for column in (batch.completions, batch.prompts):
-            column.reverse()
-        batch.rewards.zero_()
-        batch.scores.zero_()
-        return torch.ones_like(influence)
-
-    cfg = cfg_of({"weigh": careless}, "weigh", "self", num_iterations=2)
-    prompts = [prompt._replace(row={"tests": [1, 2]}) for prompt in PROMPTS]
-    setup, batch = world_of(cfg, prompts=prompts)
-    before = copy.deepcopy((batch.prompts, batch.completions, batch.rewards, batch.scores))
-    update(setup, batch, None, cfg, 3)
-    assert seen == [2] * ROWS, "a row has what is left of another one's column"
-    after = batch.prompts, batch.completions, batch.rewards, batch.scores
-    for x, y in zip(after, before):
-        assert torch.equal(x, y) if torch.is_tensor(x) else x == y
-
-
 # ------------------------------------------------------------------------------------------------
 # the check of the first step
-
-def swapped(scores):
-    """The best changes places with the least of those that help."""
-    pair = [int(scores.argmax()), int(scores.where(scores > 0, math.inf).argmin())]
-    scores[pair] = scores[pair[::-1]]
-    return scores
-
 
 def apart(scores):
     """The best is better, the worst worse; with weights from 1 to 2 the sum is as it was."""
@@ -394,7 +363,6 @@ def times(factor, gradient):
 
 # mistake: (owner, function, its result -> another result)
 MISTAKES = {
-    "another's score of the same sign": (tracin.Recording, "scores", swapped),
     "scores whose errors cancel": (tracin.Recording, "scores", apart),
     "less is learned": (tracin.Recording, "policy_gradient", lambda g: times(.99, g)),
     "what is learned is not a number": (
@@ -412,49 +380,21 @@ def test_the_first_step_is_checked_against_ordinary_backwards(mistake, monkeypat
     assert "influence" in refusal(steps_of, *world_of(cfg), cfg, check=True)
 
 
-def test_a_row_that_is_not_a_number_stops_before_the_step():
-    cfg = cfg_of(tracin="self", beta=.1)
-    setup, batch = world_of(cfg)
-    batch.advantages[5] = NAN
-    before = setup.policy.wte.weight.detach().clone()
-    assert "influence" in refusal(steps_of, setup, batch, cfg)
-    assert torch.equal(setup.policy.wte.weight, before)
-
-
 @pytest.mark.parametrize("rest", [dict(entropy_coef=.01), dict(beta=.1)])
 def test_groups_without_spread_stop_no_run(rest):
     """All of a group right or all wrong, as verifiable rewards are at first: every influence is 0,
     and the sums that are compared hold nothing but rounding."""
     cfg = cfg_of(tracin="reward", **rest)
-    for seed in range(3):
-        setup, batch = world_of(cfg, seed)
-        batch.advantages = torch.zeros(ROWS)
-        batch.rewards = (ALL_ROWS // 8).float()
-        steps_of(setup, batch, cfg, check=True)
-        assert not batch.influence.any(), "a rollout without advantage has influence"
+    setup, batch = world_of(cfg)
+    batch.advantages = torch.zeros(ROWS)
+    batch.rewards = (ALL_ROWS // 8).float()
+    steps_of(setup, batch, cfg, check=True)
+    assert not batch.influence.any(), "a rollout without advantage has influence"
 
 
-@pytest.mark.parametrize("target", ("self", "reward"))
-def test_bnpo_passes_the_check_of_the_first_step(target):
+def test_bnpo_passes_the_check_of_the_first_step():
     """A part of the rollouts has other divisors than all: nothing can be compared with it."""
-    cfg = cfg_of(tracin=target, loss_type="bnpo", micro_batch_size=5)
+    cfg = cfg_of(tracin="reward", loss_type="bnpo", micro_batch_size=5)
     setup, batch = world_of(cfg)
     steps_of(setup, batch, cfg, check=True)
     assert batch.influence.isfinite().all()
-
-
-@pytest.mark.parametrize("knobs, functions, is_scored", [
-    ({}, [], False), (dict(kl_in="reward"), [], True), ({}, ["advantage"], True),
-    ({}, ["target"], True)])
-def test_the_reference_scores_held_out_rollouts_only_for_who_looks_at_it(
-        knobs, functions, is_scored):
-    """A KL in the loss is no part of a target: then the pass would be thrown away."""
-    cfg = settings(tracin="reward", tracin_val_prompts=2, beta=0.1, **knobs)
-    setup = setup_of(cfg)
-    cfg.functions |= {name: lambda batch: batch.rewards.clone() for name in functions}
-    held_out = grpo.collect_held_out(setup, 0, cfg)
-    assert (held_out.batch.ref_logp is not None) == is_scored
-    if not functions:
-        batch = grpo.collect(setup, setup.prompts, cfg, seed=1)
-        metrics = grpo.update(setup, batch, held_out, cfg, seed=1, check=True)
-        assert metrics["tracin/target_rows"] == 12

@@ -15,7 +15,7 @@ import torch
 from common.files import ROOT, load_file, save_file
 from run.checkpoint import newest_checkpoint
 from run.inputs import of_functions
-from run.policy import load_policy, load_run
+from run.policy import load_policy
 from run.settings import load_settings
 from worlds import assert_refused, read_rows, untimed_metrics
 
@@ -100,34 +100,18 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(start, tmp_path):
                    "--max_iters=2", "--resume=True")
 
 
-def test_numbers_of_numpy_in_an_optimizer_are_saved_as_pythons(start, tmp_path):
-    config = tmp_path / "config.py"
-    config.write_text("import numpy as np, torch\n"
-                      "def optimizer(named_parameters, learning_rate):\n"
-                      "    return torch.optim.AdamW([p for _, p in named_parameters],\n"
-                      "        lr=learning_rate, weight_decay=0.1 * np.sqrt(2))\n"
-                      "def reward(completions): return list(map(len, completions))\n")
-    start(tmp_path / "run", *OWN, str(config), "--max_iters=2")
-    load_run(str(tmp_path / "run"))
-    start(tmp_path / "run", *OWN, str(config), "--max_iters=3", "--resume=True")
-    assert len(read_rows(tmp_path / "run/metrics.jsonl")) == 3
-
-
-@pytest.mark.parametrize("method, name", [
-    ("def step(self):\n"
-     "        super().step()\n"
-     "        for p in self.param_groups[0]['params']:\n"
-     "            self.state[p]['seen'] = collections.deque([1])\n", "seen"),
-    ("def state_dict(self): return {}\n", "param_groups")])
-def test_an_optimizer_that_no_checkpoint_can_hold_is_refused_before_training(
-        method, name, start, tmp_path):
+def test_an_optimizer_that_no_checkpoint_can_hold_is_refused_before_training(start, tmp_path):
     config = tmp_path / "config.py"
     config.write_text("import collections, torch\n"
-                      f"class _Odd(torch.optim.SGD):\n    {method}"
+                      "class _Odd(torch.optim.SGD):\n"
+                      "    def step(self):\n"
+                      "        super().step()\n"
+                      "        for p in self.param_groups[0]['params']:\n"
+                      "            self.state[p]['seen'] = collections.deque([1])\n"
                       "def optimizer(named_parameters, learning_rate):\n"
                       "    return _Odd([p for _, p in named_parameters], lr=learning_rate)\n"
                       "def reward(completions): return list(map(len, completions))\n")
-    assert_refused(("optimizer", name), start, tmp_path / "run", *OWN, str(config))
+    assert_refused(("optimizer", "seen"), start, tmp_path / "run", *OWN, str(config))
     assert not list((tmp_path / "run").glob("ckpt_*")), "it was found in the middle of a run"
 
 
@@ -153,7 +137,7 @@ def hears_the_terminal(number):
 
 
 with interrupts() as stopped:
-    for _ in range(15):
+    for _ in range(5):
         with multiprocessing.get_context("fork").Pool(2) as pool:
             assert pool.map(hears_the_terminal, range(4)) == [0, 1, 2, 3]
     assert not stopped()
@@ -200,17 +184,6 @@ def test_a_run_goes_on_when_the_run_that_it_began_from_moves_on_and_goes(start, 
     run_grpo(tmp_path / "third", *flags[:-2], f"--policy={tmp_path}/mine.pt", "--max_iters=0")
     says = [read_rows(tmp_path / name / "eval.jsonl")[0]["samples"] for name in ("third", "whole")]
     assert says[0] == says[1], "the checkpoint is not the policy that the run began from"
-
-
-def test_a_forged_run_that_began_from_itself_is_one_line(start, tmp_path):
-    run = tmp_path / "run"
-    start(run, *OWN[2:], "--max_iters=0")
-    content = load_file(newest_checkpoint(str(run)), "run")
-    del content["kind"]
-    content["settings"]["policy"] = str(run)
-    save_file(newest_checkpoint(str(run)), "run", **content)
-    (run / "base.pt").unlink()
-    assert_refused("itself", load_run, str(run))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -159,7 +159,6 @@ def test_what_a_reward_raises_is_its_own_error():
 
 def test_a_reward_that_asks_for_what_is_not_there_is_told_what_is():
     for reward, names in ((lambda p, c: [], ("prompts", "completions")),
-                          (lambda *texts: [], ("prompts", "completions")),
                           (lambda completions, trainer_state: [], ("trainer_state", "ended")),
                           (lambda completions, colour: [], ("colour", "answer", "level", "text"))):
         assert_refused(names, tried, reward)

@@ -98,22 +98,6 @@ def test_sums_that_are_equal_but_for_rounding_teach_nothing(weights, scores):
         assert not group_advantages(total, len(rows)).any()
 
 
-def test_decimal_weights_and_scores_as_exact_fractions():
-    """Groups of two of random decimals: the advantages are 0 where the sums are equal as fractions,
-    and there alone."""
-    random = generator_of(9)
-    equal = 0
-    for _ in range(1000):
-        weights = torch.randint(1, 8, (3,), generator=random).tolist()
-        scores = torch.randint(0, 6, (2, 3), generator=random).tolist()
-        first, second = (sum(w * x for w, x in zip(weights, row)) for row in scores)
-        total = total_reward(torch.tensor(scores, dtype=torch.float64) / 10,
-                             [w / 10 for w in weights], 2)
-        assert group_advantages(total, 2).any() == (first != second)
-        equal += first == second
-    assert equal > 10
-
-
 def test_a_large_number_that_all_rewards_have_in_common_hides_nothing():
     rewards = torch.arange(1.0, 5).double()
     far = total_reward(1e8 + rewards[:, None], (1.0,), 4)

@@ -118,12 +118,11 @@ def test_a_run_from_nanogpts_checkpoint_trains_it_and_its_policy_goes_out_again(
     assert_near(logits(load_gpt(f"{tmp_path}/out.pt"), idx), logits(policy, idx), 1e-6)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_nanogpts_policy_leaves_as_a_published_gpt2(bias, tmp_path):
+def test_nanogpts_policy_leaves_as_a_published_gpt2(tmp_path):
     skip_without("hub")
     from extras.hub.export import export
     from extras.hub.policy import load
-    theirs, path = write(tmp_path / "ckpt.pt", bias=bias)
+    theirs, path = write(tmp_path / "ckpt.pt")
     policy, tokenizer = load_policy(load_settings([f"--policy={path}"]))
     export(policy, f"{tmp_path}/out", tokenizer)
     found, names = load(f"{tmp_path}/out")
@@ -150,18 +149,6 @@ def test_a_model_of_other_tokens_is_refused_or_noted(tmp_path):
     assert "meta.pkl" in printed(load_gpt, path)
     _, path = write(tmp_path / "ckpt.pt", vocab_size=50258)
     assert_refused("vocab_size", load_policy, load_settings([f"--policy={path}"]))
-
-
-@pytest.mark.parametrize("damage", [
-    lambda c: c["model_args"].pop("n_head"), lambda c: c["model"].pop("transformer.wpe.weight"),
-    lambda c: c["model"].update({"transformer.new.weight": torch.zeros(1)}),
-    lambda c: c["model_args"].update(n_layer=10 ** 9)])
-def test_a_damaged_checkpoint_of_nanogpt_is_one_line(damage, tmp_path):
-    _, path = write(tmp_path / "ckpt.pt", vocab_size=300)
-    content = torch.load(path, weights_only=True)
-    damage(content)
-    torch.save(content, path)
-    assert_refused(path, load_gpt, path)
 
 
 def test_adapters_are_merged_into_the_weights():

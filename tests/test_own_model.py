@@ -3,14 +3,10 @@ import pytest
 import torch
 from torch import nn
 
-import tracin
-from data.weights import load_gpt, save_gpt
 from rollout import completion_logprobs, generate
-from tape import inner
 from worlds import (
-    END, PROMPTS, assert_close, assert_near, assert_refused, gradient, mean_token, number_gpt,
-    plain_logps, same_rollout, seed_of, settings, shaken, skip_without, steps_of, whole_step,
-    world)
+    END, PROMPTS, assert_close, assert_near, gradient, mean_token, plain_logps, same_rollout,
+    seed_of, settings, shaken, steps_of, world)
 
 
 class LSTM(nn.Module):
@@ -127,23 +123,3 @@ def test_a_step_and_its_influence_are_those_of_each_completion_alone(target):
     if target != "off":
         assert_close(batch.influence, expected, "influences", 1e-4)
     assert_close(found, batch.row_weights @ each, "the gradient of the step", 1e-4)
-
-
-def test_the_words_of_a_completion_add_up_to_its_influence():
-    skip_without("explain")
-    from extras.explain.words import logprob_changes, token_slopes
-    cfg = settings(mean_token)
-    setup, batch = world(cfg, policy=lstm())
-    step = whole_step(batch)
-    G = tracin.gradient_of(setup, cfg, batch, step)
-    slopes = token_slopes(setup, cfg, batch, step)
-    for i in step.rows[:3]:
-        own = tracin.gradient_of(setup, cfg, batch, step._replace(rows=i[None]))
-        words = slopes[i] * logprob_changes(setup.policy, G, batch.rollout[i[None]], 1.0)[0]
-        assert abs(words.sum() - inner(own, G)) < 1e-4 * inner(own, own).sqrt() * inner(G, G).sqrt()
-
-
-def test_a_checkpoint_of_another_class_says_so(tmp_path):
-    save_gpt(f"{tmp_path}/a.pt", number_gpt())
-    assert_refused(("a.pt", "from_state.weight"), load_gpt, f"{tmp_path}/a.pt",
-                   make=lambda config: lstm())

@@ -164,26 +164,6 @@ def test_panels_and_the_file_are_those_that_were_asked_for(run, tmp_path):
     assert elsewhere.read_text() == "somebody's", "a picture was written through a link"
 
 
-def test_half_a_last_line_hides_no_run(run):
-    with open(f"{run}/metrics.jsonl", "ab") as f:
-        f.write('{"iteration": 6, "reward": "\u00fc'.encode()[:-1])
-    line, = figure_of(run)[0]["reward, mean"]
-    assert list(line.get_xdata()) == [1, 2, 3, 4, 5]
-
-
-def test_axes_have_whole_iterations_and_room_at_the_top(tmp_path):
-    for last in (1, 7, 40):
-        evaluations = [{"iteration": i, "perplexity": 28.0} for i in range(last + 1)]
-        run = make_run(tmp_path / str(last), rewarded(*[0.5] * last), evaluations)
-        for ax in drawn_to_the_end(run).axes:
-            labels = [text.get_text() for text in ax.get_xticklabels()]
-            ticks = [float(text.replace("\u2212", "-")) for text in labels]
-            assert ticks and all(tick.is_integer() for tick in ticks)
-            highest = max(ax.lines[0].get_ydata())
-            bottom, top = ax.get_ylim()
-            assert (highest - bottom) / (top - bottom) < 0.95, "a flat curve lies on the frame"
-
-
 @pytest.mark.parametrize("rewards", [
     [-0.0182, -0.0028, -0.0087], [-0.2, 0.3, 0.1], [0.2, 0.3, 0.25], [0.0, 0.0, 0.0],
     [-1.0, -1.0, -1.0], [-0.5, 0.0, -0.1]])

@@ -1,15 +1,11 @@
 """run/precision.py: bfloat16 that does not hold is turned off. What is called float32 is."""
 import copy
 import importlib
-from dataclasses import replace
 
 import pytest
 import torch
 
-import grpo
 import run.evaluation
-from common.seeds import hash_of
-from data.weights import merged_weights, save_gpt
 from fast import to_half
 from graph import HalfWeights
 from grpo import collect, update
@@ -63,37 +59,6 @@ def bytes_of(*models):
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
                 for model in models for p in model.parameters()}
     return sum(storages.values())
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_frozen_weights_that_are_bfloat16_numbers_take_half_the_memory(comments, tmp_path, rank):
-    """As those of published models: policy and reference have the same numbers as without."""
-    if rank:
-        skip_without("lora")
-    torch.manual_seed(0)
-    base = word_gpt()
-    with torch.no_grad():
-        for p in base.h.parameters():
-            p.copy_(p.bfloat16())
-    linears = sum(p.numel() for layer in base.h.modules() if isinstance(layer, torch.nn.Linear)
-                  for p in layer.parameters())
-    save_gpt(f"{tmp_path}/base.pt", base)
-    found = {}
-    for dtype in ("float32", "bfloat16"):
-        cfg = replace(words(lora_rank=rank, beta=0.1), dtype=dtype, policy=f"{tmp_path}/base.pt",
-                      comments=str(comments))
-        inputs = grpo.read_inputs(cfg)
-        setup = grpo.prepare(cfg, inputs)
-        r = setup.generate(setup.policy, [[1, 2, 3]], 4, 5, seed=0, eos=(-1,))
-        found[dtype] = [completion_logprobs(model, r) for model in (setup.policy, setup.reference)]
-        found[dtype] += [bytes_of(setup.policy, setup.base, setup.reference), hash_of(setup.base),
-                         merged_weights(setup.policy)]
-    (policy, reference, whole, name, merged), (*halves, less, half_name, half_merged) = (
-        found.values())
-    assert torch.equal(policy, halves[0]) and torch.equal(reference, halves[1])
-    assert name == half_name, "a run goes on where the weights are stored in the other way"
-    assert all(torch.equal(x, half_merged[key]) for key, x in merged.items())
-    assert whole - less == 2 * linears, "the frozen copy, once, in two bytes a number"
 
 
 def test_half_the_memory_changes_no_bit():

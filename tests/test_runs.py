@@ -12,10 +12,8 @@ import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -166,37 +164,12 @@ def test_a_run_leaves_logs_checkpoints_and_its_config(whole):
     assert (whole / "config.py").read_text() == NOISE
 
 
-def test_a_wandb_that_cannot_finish_is_a_note(run_grpo, tmp_path, monkeypatch):
-    def fails():
-        raise ConnectionError("unreachable")
-
-    wandb = ModuleType("wandb")
-    wandb.init = wandb.log = lambda *args, **more: None
-    wandb.finish = fails
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    text = run_grpo(tmp_path, "--wandb_project=toys", "--max_iters=1")
-    assert re.search("^note: wandb.finish", text, re.M), "nothing says that it failed"
-    assert columns(text) and checkpoint_of(tmp_path)["iteration"] == 1
-
-
 def test_a_run_whose_reward_rises_as_expected_works(run_grpo, tmp_path):
     rises = tmp_path / "rises.py"
     rises.write_text("def reward(completions): return list(map(len, completions))")
     text = run_grpo(tmp_path / "run", rises, "--judge=None", "--eval_judge=None", "--max_iters=4",
                     "--learning_rate=1e-2", "--expect_rise=0.1")
     assert "verdict: works" in text
-
-
-def test_a_wandb_that_cannot_begin_is_a_note(run_grpo, tmp_path, monkeypatch):
-    """As without a key."""
-    def init(**about):
-        raise SystemExit("no key")
-
-    wandb = ModuleType("wandb")
-    wandb.init = init
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    text = run_grpo(tmp_path, "--wandb_project=toys", "--max_iters=1")
-    assert "wandb.init" in text and columns(text), "the run did not come to its end"
 
 
 def test_neither_recomputed_blocks_nor_deterministic_algorithms_change_a_run(
@@ -270,14 +243,6 @@ def test_a_run_writes_through_no_link(copy, go_on, tmp_path):
         assert_refused("samples.jsonl", go_on, "--max_iters=7")
         (copy / "samples.jsonl").unlink()
     assert notes.read_bytes() == before
-
-
-def test_who_obeys_the_advice_about_a_link_loses_nothing(copy, whole, tmp_path, go_on):
-    os.link(copy / "samples.jsonl", tmp_path / "samples.jsonl")     # as `cp -al` makes them
-    command = re.search("`(.*)`", refusal(go_on))[1]
-    subprocess.run(command.replace("F", "samples.jsonl"), shell=True, check=True, cwd=copy)
-    go_on()
-    assert_same_run(whole, copy)
 
 
 def test_files_of_the_user_that_look_like_checkpoints_are_kept(run_grpo, tmp_path):
@@ -455,14 +420,10 @@ def lose_the_checkpoints(run):
 DAMAGE = {
     "cut short": lambda run: os.truncate(run / "ckpt_000006.pt", 1000),
     "a flipped bit": lambda run: flip_a_bit(run / "ckpt_000006.pt"),
-    "another kind": lambda run: torch.save({"kind": "policy"}, run / "ckpt_000006.pt"),
     "another name, which would stay the newest for ever":
         lambda run: (run / "ckpt_000004.pt").rename(run / "ckpt_000009.pt"),
     "half an optimizer": lambda run: rewrite_checkpoint(
         run, optimizer={"state": {0: {"step": torch.ones(())}}}),
-    "no weights": lambda run: rewrite_checkpoint(run, policy=None),
-    "a count that is text": lambda run: rewrite_checkpoint(run, num_tokens="5"),
-    "a size below zero": lambda run: rewrite_checkpoint(run, **{"metrics.jsonl": -1}),
     "no checkpoint": lose_the_checkpoints,
     "a lost log": lambda run: os.remove(run / "samples.jsonl")}
 
@@ -487,15 +448,9 @@ def test_settings_that_do_not_fit_the_checkpoint_are_refused(copy, tiny, noise, 
     assert snapshot(copy) == before
 
 
-def test_settings_in_a_checkpoint_are_read_with_care(copy):
-    """Of another type, or of another version."""
+def test_a_run_of_another_version_can_be_read(copy):
     content = checkpoint_of(copy)
-    settings = content["settings"]
-    for change in (dict(policy=None), dict(policy=3), dict(lora_rank="2"),
-                   dict(critic=7)):
-        rewrite_checkpoint(copy, settings=settings | change)
-        assert_refused([*change], load_run, str(copy))
-    rewrite_checkpoint(copy, settings=settings | {"speed": 1})
+    rewrite_checkpoint(copy, settings=content["settings"] | {"speed": 1})
     policy, _ = load_run(str(copy))
     assert bits(dict(policy.state_dict())) == bits(dict(content["policy"]))
 

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo
 from grpo import collect, optimizer_steps, update
 from loss import losses, micro_batches
-from rollout import Rollout, completion_entropies, drop_finished, generate
-from run.meter import spread_of
+from rollout import Rollout, completion_entropies, generate
 from run.metrics import batch_metrics
 from run.optimizer import learning_rate
 from run.report import StepLog, silent_log
@@ -152,26 +151,6 @@ def test_a_micro_batch_waits_for_a_gpu_once(monkeypatch):
                 loss.total.backward()
                 log.loss(loss)
         assert waits.found == expected * ["tolist"], "for the size of each, and for its line"
-
-
-def test_a_check_for_ended_rows_waits_for_a_gpu_once(monkeypatch):
-    rows = torch.tensor([5, 4, 3, 2, 1, 0])
-    ended = torch.tensor([False, True, False, False, True, True])
-    with Waits(monkeypatch) as waits:
-        left = drop_finished(rows, None, ended)
-        found = [*waits.found]
-    assert found == ["tolist"]
-    assert left.tolist() == [2, 0, 3], "the last rows fill the places of those that have ended"
-
-
-def test_the_spread_of_many_micro_batches_waits_for_a_gpu_as_often_as_of_one(monkeypatch):
-    pieces = [torch.rand(5, dtype=torch.float64) for _ in range(6)]
-    numbers = []
-    for some in (pieces[:1], pieces):
-        with Waits(monkeypatch) as waits:
-            spread_of(some)
-        numbers.append(waits.found.count("tolist"))
-    assert numbers[0] == numbers[1]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -318,14 +297,13 @@ SPOILS = {
     "a log-prob below": ("log-prob", lambda setup, batch: batch.rollout.logp[0].fill_(-INF))}
 
 
-@pytest.mark.parametrize("check", (True, False))    # in the first iteration, and later
 @pytest.mark.parametrize("what", SPOILS)
-def test_what_is_not_finite_is_named(what, check):
+def test_what_is_not_finite_is_named(what):
     name, spoil = SPOILS[what]
     setup, batch = world(settings())
     spoil(setup, batch)
     before = weights_of(setup.policy)
-    said = refusal(update, setup, batch, None, settings(), 3, check=check)
+    said = refusal(update, setup, batch, None, settings(), 3)
     assert name in said, f"the line does not name {what}: {said}"
     assert torch.equal(weights_of(setup.policy).nan_to_num(7), before.nan_to_num(7)), (
         "a step was taken")

@@ -65,11 +65,6 @@ def test_nothing_that_was_written_becomes_markup():
     assert colors == ["0,114,178", "0,114,178", "213,94,0"]
 
 
-def test_the_page_can_be_read_on_a_phone():
-    viewport = '<meta name="viewport" content="width=device-width'
-    assert viewport in nasty_page(), "it would be 980 px wide"
-
-
 def test_what_a_tooltip_says_is_on_the_page_too():
     """A phone has none. The tints of a list say nothing without the number that they begin at."""
     pieces = [Piece("weak", 0.011, True), Piece("bad", -0.38, True), Piece("given", 9.0, False),

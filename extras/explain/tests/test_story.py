@@ -14,10 +14,9 @@ import torch
 
 from extras.explain import story
 from extras.explain import told as told_module
-from extras.explain.groups import Split, at_random, most_of, rows_of, splits_of, sums_of
+from extras.explain.groups import at_random, rows_of, splits_of, sums_of
 from extras.explain.told import TOO_FAR
 from rollout import Rollout
-from run.settings import Settings
 from worlds import assert_refused, flip_a_bit, printed, read_rows, skip_without
 
 explain = importlib.import_module("extras.explain.__main__")
@@ -342,42 +341,11 @@ def test_a_group_of_the_readers_own_is_named():
     assert len(split.names) == 5 and "0 to 0.375" in split.names[0], "numbers have no bands"
 
 
-def test_what_is_left_of_many_prompts_is_no_group_that_is_named():
-    story = planted(folds([0.01] * 8, 0.0001))
-    rows = rows_of(story.taken, story.shares)
-    many = rows._replace(iteration=torch.zeros(80), shares=rows.shares.repeat(1, 10))
-    where = torch.arange(80).clamp(max=8)
-    split = Split("prompt", [*map(str, range(8)), "the other 72"], where, True)
-    up, _ = most_of(many, split)
-    assert 8 not in up and most_of(many, split._replace(has_rest=False))[0] == [8]
-
-
 def test_where_the_noise_of_the_sum_is_large_no_single_rollout_is_told():
     certain, unsure = (planted(folds([1.0] * 8, noise)) for noise in (0.1, 40.0))
     assert certain.is_useful and not unsure.is_useful
     assert not list(told_module.say_far(certain))
     assert "single" in list(told_module.say_far(unsure))[0]
-
-
-def test_advice_asks_first_what_was_rounded():
-    story = planted(folds([1.0] * 8, 0.01))
-    far = story._replace(values=story.values / 2)
-    assert "--parts" in told_module.advice(far)
-    assert "bfloat16" in told_module.advice(far._replace(rest={"rounding": torch.ones(8, 1)}))
-
-
-def test_a_reward_is_told_by_its_name_and_its_own_words():
-    def brevity(prompts, completions):
-        """Minus the number of words.
-
-        Of all of them."""
-
-    functions = dict(brevity=brevity, bare=lambda completions: completions)
-    cfg = Settings(judge="some.pt", judge_score="probability", functions=functions)
-    for name, expected in (("brevity", "brevity (Minus the number of words)"), ("bare", "bare"),
-                           ("judge", "the probability of not toxic by some.pt")):
-        assert story.reward_in_words(cfg, name) == expected
-    assert story.reward_in_words(Settings(judge_score="logit"), "judge") == "judge"
 
 
 def test_the_completions_that_five_percent_would_take_are_said():

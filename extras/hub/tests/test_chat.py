@@ -92,14 +92,11 @@ def test_arguments_of_a_template_reach_it_and_one_that_it_never_asks_for_is_refu
 
 def test_what_is_wrong_with_messages_is_one_line():
     for template, messages, name in (
-            (TEMPLATE, [], "messages"), (TEMPLATE, [ASKED[1], "Hello"], "message 2"),
-            (TEMPLATE, [{"role": "user", "content": 3}], "message 1"),
+            (TEMPLATE, [ASKED[1], "Hello"], "message 2"),
             ("{{ messages[0].content }}", [ASKED[1], {"role": "assistant", "content": "b"}],
              "continue"),
             ("{{ raise_exception('no\nsystem') }}", ASKED, "no system"),
             ("{{ ''.__class__.__mro__ }}", ASKED, "template"),
-            ("{% set _ = messages.append(1) %}", ASKED, "template"),
-            ("{% if %}", ASKED, "template"),
-            ("{{ '\ud800' }}", ASKED, "template")):
+            ("{% if %}", ASKED, "template")):
         assert_refused(("asked.jsonl: row 2", name), encode_prompt, chat(template), messages,
                        "asked.jsonl: row 2")

@@ -23,8 +23,8 @@ from extras.hub.tests.published import (
 from common.files import read_json
 from data.comments import split_of
 from worlds import (
-    assert_near, assert_refused, generator_of, printed, read_rows, refusal, skip_without,
-    untimed_metrics, write_rows)
+    assert_near, assert_refused, generator_of, printed, read_rows, skip_without, untimed_metrics,
+    write_rows)
 
 NEO = GPTConfig(300, 64, 2, 2, 16, qkv_bias=False, attn_scale=1.0, window=4, local_layers=(1,))
 TINY = ["--device=cpu", "--max_completion_length=6", "--num_prompts=2", "--num_generations=4",

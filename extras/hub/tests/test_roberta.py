@@ -63,23 +63,12 @@ def test_a_classifier_gives_the_logit_of_its_toxic_label_and_says_how_it_reads_s
     assert ("sigmoid" in said) == (problem == SIGMOID)
 
 
-def test_a_folder_may_have_a_colon_and_a_config_null(tmp_path):
-    folder = make_roberta(tmp_path / "disk:c", ("nothate", "hate"))
-    assert len(load_judge(folder)(["a"])) == len(load_judge(f"{folder}:nothate")(["a"])) == 1
-    put(folder, config=read_json(f"{folder}/config.json") | {"id2label": None})
-    assert_refused("LABEL_0, LABEL_1", load_judge, folder)
-
-
 # what config.json says instead | what the refusal names
 REFUSALS = """
 "id2label": {"0": "a", "1": "b"} | a, b
-"id2label": {"0": "toxic", "1": "hate"} | toxic, hate
 "model_type": "bert" | model_type
 "is_decoder": true | is_decoder
 "hidden_act": "relu" | hidden_act
-"num_attention_heads": 5 | RoBERTa
-"pad_token_id": -1 | RoBERTa
-"layer_norm_eps": "x" | RoBERTa
 "position_embedding_type": "relative_key" | position_embedding_type
 "pad_token_id": 2 | pad_token_id
 "num_hidden_layers": 1 | layer.1

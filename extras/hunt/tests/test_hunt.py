@@ -15,15 +15,6 @@ TINY = ["--threads=1", "--n_layer=1", "--n_embd=32", "--n_head=2", "--pretrain_t
         "--mini_batch_size=16"]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.sign.__name__)
-def test_a_fault_can_be_planted(fault):
-    with open(f"{ROOT}/{fault.file}", encoding="utf-8") as f:
-        source = f.read()
-    count = source.count(fault.old)
-    assert count == 1, f"{fault.file} has this {count} times, update faults.py: {fault.old!r}"
-    compile(source.replace(fault.old, fault.new), fault.file, "exec")
-
-
 @pytest.mark.parametrize("number", range(1, 1 + len(FAULTS)))
 def test_only_the_answer_tells_the_line(number):
     fault = FAULTS[number - 1]
@@ -156,27 +147,13 @@ def test_a_healthy_runs_numbers_stand_beside_and_cost_one_run(runs):
     assert runs[3:] == [(False, ["--seed=4"]), (True, ["--seed=4"])]
 
 
-def test_a_healthy_run_that_fails_is_not_kept(runs, tmp_path):
-    for _ in range(2):
-        assert "no such flag" in refusal(hunt.main, ["2", "--check=.", "--bad"])
-    assert runs == [(True, ["--max_iters=3", "--bad"])] * 2
-
-
 @pytest.mark.parametrize("number", ["0", "2"])
 def test_a_run_that_fails_ends_with_its_own_exit_code(number, runs):
     printed_until([number, "--bad"], 2)
     assert len(runs) == 1, "a healthy run is made though there is nothing to compare"
 
 
-def test_the_seeds_of_the_table_can_be_chosen(runs):
-    refusal(hunt.main, ["--table=2", "--first_seed=7", "--bad"])    # these runs show no sign
-    assert {flag for _, flags in runs for flag in flags if "seed" in flag} == {
-        "--seed=7", "--seed=8"}
-
-
-@pytest.mark.parametrize("argv", [["11"], ["x"], ["1", "2"], ["0", "--answer"], ["1", "--check=."],
-                                  ["1", "--copy=."], ["1", "--guess=loss.py"],
-                                  ["1", "--guess=nofile.py:3"], ["0", "--guess=loss.py:3"]])
+@pytest.mark.parametrize("argv", [["11"], ["x"], ["1", "--copy=."], ["1", "--guess=loss.py"]])
 def test_bad_input_is_one_line(argv, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refusal(hunt.main, argv)

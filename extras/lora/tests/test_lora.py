@@ -3,7 +3,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from extras.lora import LoRA, add_lora
 from grpo import collect, update
@@ -31,13 +30,6 @@ def test_adapter_of_every_linear_adds_alpha_over_rank_times_b_a():
     assert_near(adapted(idx), plain(idx), 1e-5)
     assert adapted_layers(adapted) == {f"h.{i}.{name}" for i in range(2) for name in (
         "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
-
-
-def test_a_model_of_ones_own_is_adapted_up_to_its_head():
-    model = nn.Module()
-    model.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
-    model.lm_head = nn.Linear(4, 9)
-    assert adapted_layers(add_lora(model, 2, 4.0)) == {"body.0", "body.2"}
 
 
 def test_a_policy_starts_from_the_same_numbers_on_every_device():

@@ -12,14 +12,13 @@ import evaluate
 import extras.make.policy
 import grpo
 import run.policy
-from common.files import save_file
 from common.seeds import hash_of
 from conftest import TINY
 from data.weights import load_gpt
-from extras.make.judges import auc, even_lengths, length_batches, print_base, train_judge
+from extras.make.judges import auc, even_lengths
 from extras.make.policy import BATCH_SIZE, made_policy, optimizers, text_starts, windows
 from extras.make.supervised import fit
-from run.settings import Settings, load_settings
+from run.settings import load_settings
 from worlds import assert_refused, printed, random_gpt, random_ids
 
 CPU = torch.device("cpu")
@@ -73,12 +72,6 @@ def test_dtype_is_that_of_pretraining_too(made_up, tmp_path, monkeypatch):
         weights.append(load_gpt(made_policy(cfg, CPU)).wte.weight)
     assert torch.equal(weights[0], weights[1]), "auto is not float32 on a CPU"
     assert not torch.equal(weights[0], weights[2]), "dtype does nothing"
-
-
-def test_texts_that_are_none_are_one_line(made_up):
-    for old, new in (("return [f", "return 3, [f"), ("in range(n)]", "in range(3)]")):
-        cfg = made_up(old, new)
-        assert_refused("texts", made_policy, cfg, CPU)
 
 
 def test_windows_begin_where_a_text_does_or_anywhere():
@@ -153,10 +146,6 @@ def test_looking_at_a_run_never_trains(made, tmp_path):
         assert_refused("extras.make", evaluate.main, [run_of, flag])
 
 
-def test_a_shape_that_cannot_be_is_one_line(made, tmp_path):
-    assert_refused("n_head", made, tmp_path / "run", "--n_head=5")
-
-
 # ------------------------------------------------------------------------------------------------
 # the judges
 
@@ -165,35 +154,6 @@ def test_auc_counts_pairs_and_equal_scores_half():
     assert auc(scores, torch.tensor([False, False, True, True])) == 3.5 / 4
     scores = torch.arange(200_000.0)        # all pairs are 10 ** 10
     assert auc(scores, scores >= 100_000) == 1
-
-
-def test_a_judge_that_says_toxic_of_none_or_of_all_is_named_beside_its_auc():
-    """A toxic_share of 0 or 1 by such a judge is a base rate, however well it orders texts."""
-    toxic = torch.tensor([True, True, False, False])
-    hesitant = torch.tensor([-1.0, -1.5, -3, -4])
-    assert auc(hesitant, toxic) == 1
-    said = printed(print_base, "judge_a", hesitant, toxic)
-    assert "50.0%" in said and "0.0%" in said and "note: judge_a" in said
-    assert "note" in printed(print_base, "judge_a", hesitant + 9, toxic)
-    said = printed(print_base, "judge_a", hesitant + 1.2, toxic)
-    assert "note" not in said, "it says toxic of one of the two"
-
-
-def test_length_batches_hold_every_row_once_and_pad_little():
-    lengths = [1 + i * i % 37 for i in range(1000)]
-    rows = [[0] * n for n in lengths]
-    batches = length_batches(rows, 8, seed=1)
-    assert sorted(sum(batches, [])) == list(range(1000)) and max(map(len, batches)) == 8
-    assert batches == length_batches(rows, 8, seed=1) != length_batches(rows, 8, seed=2)
-    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
-    assert padded < 1.1 * sum(lengths)
-
-
-def test_comments_that_cannot_teach_a_judge_are_refused():
-    clean, toxic = ("a cat", 0.0), ("grumble", 1.0)
-    for comments, held_out in (([clean, toxic], [clean]), ([], [clean, toxic])):
-        assert_refused("judge_a", train_judge, "judge.pt", "judge_a", comments, held_out,
-                       Settings(), CPU)
 
 
 def test_clean_comments_are_cut_to_the_lengths_of_toxic_ones():
@@ -242,17 +202,6 @@ def test_interrupted_fit_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
     model, made = train(partial)
     assert made == [6, 7]
     assert hash_of(model) == hash_of(whole) != hash_of(random_gpt())
-
-
-def test_moments_of_another_shape_in_a_partial_file_are_refused(tmp_path):
-    """torch would take them, and read memory that is none of theirs."""
-    model = random_gpt()
-    muon, adam = (optimizer.state_dict() for optimizer in optimizers(model))
-    zeros = torch.zeros_like(model.wte.weight)
-    moments = {"step": torch.ones(()), "exp_avg": torch.zeros(3), "exp_avg_sq": zeros}
-    save_file(f"{tmp_path}/partial.pt", "partial", model=model.state_dict(), step=3,
-              optimizers=[muon, adam | {"state": {0: moments}}])
-    assert_refused("partial.pt", train, f"{tmp_path}/partial.pt")
 
 
 def test_the_rates_of_a_fit_go_up_stay_and_go_down(tmp_path):

@@ -90,31 +90,6 @@ def test_rewards_and_divisor_give_the_advantages(flags, run_grpo, taken_apart, t
         assert numbers(advantages) == pytest.approx(expected, abs=5.1e-5 + 2e-4 / divisor)
 
 
-COUNTED = """
-def counted(prompts, completions, iteration):
-    return [100.0 * iteration + len(text) for text in completions]
-
-def watched(prompts, completions):
-    return [None] * len(completions)
-
-reward_funcs = ("counted", "watched")
-reward_weights = (1.0, 0.0)
-"""
-
-
-def test_rewards_of_its_evaluations_are_those_of_the_run(run_grpo, taken_apart, tmp_path):
-    """A function of weight 0 that abstains changes no sum; the iteration is told as in a run."""
-    (tmp_path / "two.py").write_text(COUNTED)
-    flags = [str(tmp_path / "two.py"), *NO_JUDGE]
-    run_grpo(f"{tmp_path}/run", *flags, "--max_iters=2", "--eval_interval=1")
-    out = taken_apart(f"{tmp_path}/run", *flags)
-    before, after = (float(re.search(r"^  reward +(\S+)", part_of(out, title), re.M)[1])
-                     for title in ("evaluation before", "evaluation after"))
-    expected = read_rows(f"{tmp_path}/run/eval.jsonl")[-1]["rewards/counted"]
-    assert before == pytest.approx(expected, abs=1e-3)
-    assert 300 < after < 400
-
-
 def tables(text):
     """The tables of tokens in a phase: of each completion a list of {column: text}."""
     found = []
@@ -148,16 +123,6 @@ def test_tokens_have_the_log_probs_of_sampler_trainer_and_reference(taken_apart)
         assert column(new, "sampler") == sampler
         assert column(new, "reference") == column(old, "reference"), "the reference has moved"
         assert column(new, "trainer") != pytest.approx(sampler, 1e-3), "the trainer has not moved"
-
-
-def test_tokens_without_loss_are_marked(taken_apart):
-    """And have no gradient."""
-    out = taken_apart("--beta=0.1", "--max_completion_length=3",
-                      "--mask_truncated_completions=True", "--micro_batch_size=2")
-    rows = sum(tables(part_of(out, "rollout")), [])
-    assert "no" in {row["loss"] for row in rows}, "no completion was truncated"
-    for row in rows:
-        assert row["loss"] == "yes" or float(row["gradient"]) == 0, row
 
 
 def test_faults_can_be_seen_in_the_columns(taken_apart, monkeypatch):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import extras.study.__main__ as studies
-from common.files import ROOT
 from extras.study.__main__ import (
     as_markdown, compare, holm, mean_and_error, permutation_p, read_study, runs_of, summarise,
     value_on_line)
@@ -151,26 +150,11 @@ def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path, monk
 
 
 @pytest.mark.parametrize("old, new, name", [
-    ("seeds = (1, 2)", "seeds = ()", "seeds"), ("seeds = (1, 2)", "seeds = 24", "seeds"),
+    ("seeds = (1, 2)", "seeds = 24", "seeds"),
     ('"tracin": "reward"', '"tracing": "reward"', "--tracing"),
     ("arms = {", "controls = ('al',); arms = {", "'al'"),
-    ("arms = {", "few = 3; arms = {", "'few'"),
-    ("arms = {", "arms = {'../x': {}, ", "'../x'"), ("arms = {", "arms = {'x': 1, ", "'x'")])
+    ("arms = {", "few = 3; arms = {", "'few'")])
 def test_what_cannot_work_is_refused_before_the_first_run(old, new, name, made, tmp_path):
     made.write(old, new)
     assert_refused(name, studies.main, [made.path])
     assert not (tmp_path / "out").exists()
-
-
-def test_what_is_typed_wrong_is_one_line(made):
-    for flag, name in (("--out=x", "usage"), ("--table", "seed"), ("--table=1", "--table=1")):
-        assert_refused(name, studies.main, [made.path, flag])
-
-
-def test_the_runs_of_a_study_are_planned_seed_by_seed(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    study = read_study("extras/study/wrong.py")
-    runs = runs_of(study, "out")
-    planned = [(run.seed, run.arm) for run in runs]
-    assert planned == list(itertools.product(study.seeds, study.arms))
-    assert len({run.folder for run in runs}) == len(runs), "two runs share a folder"

@@ -16,7 +16,6 @@ import torch
 ROOT = str(Path(__file__).parents[3])
 sys.path[:0] = [ROOT, f"{ROOT}/tests"]
 
-import extras.torchrun  # noqa: E402
 import grpo  # noqa: E402
 import rollout  # noqa: E402
 import run.saver  # noqa: E402
@@ -26,7 +25,7 @@ from common.processes import all_gather  # noqa: E402
 from common.cli import run_script  # noqa: E402
 from common.seeds import hash_of  # noqa: E402
 from run.checkpoint import newest_checkpoint  # noqa: E402
-from worlds import assert_near, random_gpt, read_rows, settled  # noqa: E402
+from worlds import assert_near, read_rows, settled  # noqa: E402
 
 CASES = {
     "judge": ("--beta=0.1", "--judge=tests/tiny/judge.pt", "--reward_funcs=('judge', 'reward')",
@@ -261,29 +260,6 @@ def test_a_signal_to_torchrun_saves(world):
     saved = load_file(newest_checkpoint(world.at("stopped", 3)), "run")
     assert saved["iteration"] == iteration
     assert "gloo" not in err, "threads of gloo outlive the group, and may abort Python at its end"
-
-
-def test_gradients_travel_in_one_piece(monkeypatch):
-    """One call, not one for each parameter, and each gets its own sum."""
-    calls = []
-
-    def three_equal_processes(x):
-        calls.append(x)
-        x *= 3
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", three_equal_processes)
-    parameters = list(random_gpt().parameters())
-    for number, p in enumerate(parameters[1:]):     # the first one had no part in this share's loss
-        p.grad = torch.full((*p.shape, 2), float(number))[..., 0]   # not contiguous
-    extras.torchrun.sum_gradients(parameters)
-    assert len(calls) == 1
-    assert not parameters[0].grad.any()
-    for number, p in enumerate(parameters[1:]):
-        assert torch.equal(p.grad, torch.full_like(p, 3 * number))
-    mixed = [torch.ones(2), torch.ones(3, dtype=torch.float64), torch.ones(())]
-    extras.torchrun.all_reduce(mixed)
-    assert len(calls) == 3, "all of a dtype travel together"
-    assert [float(x.sum()) for x in mixed] == [6, 9, 3]
 
 
 WAITS = """

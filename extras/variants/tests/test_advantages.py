@@ -1,6 +1,5 @@
 """GDPO: scores that are normalised before they are summed. MaxRL: tests/test_doors.py. Resampling:
 test_resample.py."""
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ from extras.variants.multi_objective_aggregation import normalize_then_sum
 from grpo import group_advantages
 from run.settings import load_settings
 from test_loss import NAN, plain_advantages
-from worlds import assert_refused, generator_of, letters, mean_token, settings, world
+from worlds import assert_refused, letters, mean_token, settings, world
 
 
 def decoupled(scores, weights, num_generations):
@@ -27,19 +26,6 @@ def test_scores_that_are_normalised_before_they_are_summed():
     expected = plain_advantages(totals, 8, "batch")
     found = decoupled(torch.tensor(scores), (1.0, .5), 4)
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_function_of_weight_0_changes_nothing():
-    """To the bit, wherever it stands, also where it alone knows a row."""
-    g = generator_of(5)
-    for place in (0, 1, 2):
-        scores = torch.randn(24, 2, generator=g).double()
-        scores = scores.masked_fill(torch.rand(24, 2, generator=g) < .3, math.nan)
-        watched = torch.randn(24, 1, generator=g).double() * 1e3
-        more = torch.cat([scores[:, :place], watched, scores[:, place:]], 1)
-        weights = [.7, -.2]
-        weights.insert(place, 0)
-        assert torch.equal(decoupled(more, weights, 4), decoupled(scores, (.7, -.2), 4))
 
 
 def test_rewards_are_combined_as_the_setting_says():
