@@ -32,7 +32,8 @@ def page_of(path):
 
 def blocks(text, language):
     """The code blocks of a page in a language; "": those without one."""
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [block for name, block in found if re.fullmatch(language, name)]
 
 
 def source_files():
