@@ -98,16 +98,15 @@ class Meter:
         self.num_empty += not found.selection.weights.any()
 
     def add_step(self, batch, grad_norm):
-        """Count a step that is about to be taken, by the norm () of its gradient before clipping.
-        If something in it must not be there, the run ends."""
+        """Count a step that is about to be taken, while its gradient is not clipped yet. grad_norm:
+        its norm (). End the run if something in the step must not be there."""
         loss, norm = torch.stack([self.sums["loss"][0], grad_norm.double()]).tolist()
         check_step(self.setup, batch, sum(all_gather([loss])), norm)
         self.count({"grad_norm": (norm, 1)})
         if self.cfg.critic:
             head = self.setup.policy.value_head.parameters()
-            norm = get_total_norm([p.grad for p in head if p.grad is not None]).double()
-            most = self.cfg.max_grad_norm or math.inf       # it is clipped by now
-            self.count({"val/grad_norm": (norm * (grad_norm / most).clamp(min=1), 1)})
+            norm = get_total_norm([p.grad for p in head if p.grad is not None])
+            self.count({"val/grad_norm": (norm, 1)})
         self.num_steps += 1
         self.is_fresh = self.check = False
 

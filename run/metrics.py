@@ -44,10 +44,9 @@ def loss_metrics(loss, cfg):
         clip_ratio/region_mean: the sum of both. At sequence level these three count completions
         kl: KL of the policy to the reference, in nats per token: mean of ratio x kl_estimator
     """
-    # the loss and its parts, which are divided by the size of the whole step already.
-    # 0 * inf is NaN: an infinite log-prob of the sampler is noticed
+    # the loss and its parts, which are divided by the size of the whole step already
     metrics = {
-        "loss": (loss.total.double() + 0 * loss.batch.rollout.logp.sum(), PER_STEP),
+        "loss": (loss.total.double(), PER_STEP),
         "policy_loss": (loss.policy.double() + loss.kl, PER_STEP)}
     if cfg.kl_in_loss:
         metrics["kl_loss"] = loss.kl, PER_STEP
