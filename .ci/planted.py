@@ -555,9 +555,9 @@ MISTAKES = [
     *of("common/doors.py", "test_judge.py::test_a_reward_that_returns_something_else_is_named",
         ("a reward that is not finite is taken", " or not x.isfinite().all():", ":"),
         ("a reward for each completion but one", "if x.shape not in shapes or not", "if not")),
-    *of("run/check.py", "test_config.py::test_every_range_is_checked",
-        ("a range beside a type is not read", "for x in (*ranges, at_least(0))",
-         "for x in (at_least(0),)")),
+    *of("run/settings.py", "test_config.py::test_every_range_is_checked",
+        ("a range beside a type is not read", "ranges = [x for x in parts if isinstance(x, Range)]",
+         "ranges = []")),
     *of("judge/rewards.py", "test_judge.py::test_scores_are_columns_and_none_is_nan",
         ("a reward that abstains counts as 0", "masked_fill(abstains, math.nan)", "masked_fill(abstains, 0.0)")),
 
@@ -751,8 +751,6 @@ MISTAKES = [
         ("what was done before counts as fast", "/ (done - self.start)", "/ done")),
 
     # test_runs.py
-    *of("run/policy.py", "test_runs.py::test_a_policy_with_a_part_that_is_not_here_is_one_line",
-        ("a policy's folder is not asked for", "        check_extras(policy_extras(cfg))\n", "")),
     *of("run/run.py",
         "test_runs.py::test_nothing_is_lost_where_ctrl_c_makes_a_reward_fail"
         "[so that iteration 3 fails]",

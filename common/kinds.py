@@ -5,21 +5,27 @@ from typing import Annotated, Any, Callable, NamedTuple, TypeVar, get_args
 
 T = TypeVar("T")
 
-# what a different value does. Free: it is still the same run. Harmless: an account may use it, too.
-# Fixed: not even --resume can go on with it, since the weights would not fit. Live: the config
-# file's `after` may set it within a run
-Free = Annotated[T, "free"]
-Harmless = Annotated[T, "harmless"]
-Fixed = Annotated[T, "fixed"]
-Live = Annotated[T, "live"]
-Path = Annotated[str, "path"]       # ~ at its beginning is the home folder
-Variant = Annotated[str, "variant"]     # beside the core's own values: a name in extras/variants
+
+class Mark(NamedTuple):
+    """A word about a setting."""
+    word: str
 
 
 class Range(NamedTuple):
     """A condition on a number, in words and as a function."""
     words: str
     holds: Callable[[Any], bool]
+
+
+# what a different value does. Free: it is still the same run. Harmless: an account may use it, too.
+# Fixed: not even --resume can go on with it, since the weights would not fit. Live: the config
+# file's `after` may set it within a run
+Free = Annotated[T, Mark("free")]
+Harmless = Annotated[T, Mark("harmless")]
+Fixed = Annotated[T, Mark("fixed")]
+Live = Annotated[T, Mark("live")]
+Path = Annotated[str, Mark("path")]         # ~ at its beginning is the home folder
+Variant = Annotated[str, Mark("variant")]   # beside the core's own values: names in extras/variants
 
 
 def at_least(least):
@@ -39,6 +45,7 @@ Decay = Annotated[float, at_least(0), Range("below 1", lambda x: x < 1)]    # 1 
 Temperature = Annotated[float, at_least(1e-6)]
 
 
-def kinds_of(hint):
-    """The marks of a type, or of each type in a union: words and Ranges."""
-    return [kind for part in (hint, *get_args(hint)) for kind in getattr(part, "__metadata__", ())]
+def parts_of(hint):
+    """What a type is made of: plain types, the texts of a Literal, marks and ranges."""
+    parts = get_args(hint)
+    return [x for part in parts for x in parts_of(part)] if parts else [hint]

@@ -13,7 +13,7 @@ from common.processes import all_gather
 from loss import Batch
 from rollout import Rollout
 from run.check import check
-from run.settings import settings_that_are
+from run.settings import assign, settings_that_are
 
 OFFERED = ("it", "cfg", "batch", "metrics", "setup", "memory")
 
@@ -31,14 +31,15 @@ def try_after(cfg):
 def changed_by(before, after):
     """The settings that differ -> {name: value}. BadInput for a wrong value, and for a setting that
     only the start of a run reads, so that a change would do nothing."""
-    check(after)
     changed = {name: x for name, x in after.public().items() if x != before[name]}
     live = settings_that_are("live")
-    for name in changed:
+    for name, value in changed.items():
         if name not in live:
-            raise BadInput(f"after set {name} = {shown(changed[name])}: within a run only "
+            raise BadInput(f"after set {name} = {shown(value)}: within a run only "
                            f"{', '.join(live)} can change")
-    return changed
+        assign(after, name, value, "after")
+    check(after)
+    return {name: getattr(after, name) for name in changed}
 
 
 def change(cfg, changed):

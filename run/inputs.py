@@ -12,7 +12,7 @@ import sys
 import torch
 
 from common.files import ROOT
-from run.settings import HINTS
+from run.settings import PARTS
 
 # settings that change what an evaluation measures, and what the metrics of an iteration do
 OF_EVALUATION = {
@@ -41,7 +41,7 @@ def of_functions(source):
         targets = [name for target in getattr(node, "targets", ())
                    for name in getattr(target, "elts", [target])]
         assigned = {getattr(target, "id", None) for target in targets}
-        if not assigned or not assigned <= HINTS.keys():
+        if not assigned or not assigned <= PARTS.keys():
             statements.append(ast.get_source_segment(source, node))
     return digest(statements)
 

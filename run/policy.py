@@ -5,16 +5,15 @@ import os
 import torch
 
 from common.errors import BadInput
-from common.files import load_torch, undamaged
+from common.files import load_torch, read_json, undamaged
 from common.processes import rank_and_size
 from common.seeds import seed_for
 from data.tokenizer import load_tokenizer
 from data.weights import load_gpt, merged_weights, rebuilt, save_gpt
 from fast import to_float
 from model import Policy
-from run.check import check_extras, is_published, is_run, policy_extras
 from run.checkpoint import checkpoints, newest_checkpoint, read_checkpoint
-from run.settings import HINTS, Settings, assign, read_run
+from run.settings import PARTS, Settings, read_run
 
 BASE = "base.pt"        # in the folder of a run, see keep_base
 
@@ -67,22 +66,18 @@ def is_reference(setup):
     return all(torch.equal(policy[name], x) for name, x in reference.items())
 
 
-def settings_of(path, content=None):
-    """The Settings of the run that wrote a checkpoint. content: its content, if already read."""
-    content = content or read_checkpoint(path)
-
-    # settings that the file lacks have their defaults; settings that this version lacks are ignored
-    cfg = Settings()
-    with undamaged(path):
-        for name, value in content["settings"].items():
-            if name in HINTS:
-                assign(cfg, name, value, path)
-        check_extras(policy_extras(cfg))
-    return cfg
-
-
 # ------------------------------------------------------------------------------------------------
 # the name of a policy
+
+
+def is_run(path):
+    """Whether a path is the folder of a run."""
+    return os.path.isdir(path) and "settings" in read_json(f"{path}/config.json", missing={})
+
+
+def is_published(name):
+    """Whether a policy is a published model: neither a file, nor a run, nor made here."""
+    return not (name == "train" or name.endswith(".pt") or is_run(name))
 
 
 def checkpoint_of(name):
@@ -94,22 +89,24 @@ def checkpoint_of(name):
     return name if isinstance(content, dict) and content.get("kind") == "run" else None
 
 
+def settings_of(content):
+    """The Settings in a checkpoint's content. Missing ones have their defaults; those that this
+    version lacks are ignored."""
+    return Settings(**{name: x for name, x in content["settings"].items() if name in PARTS})
+
+
 def origin_of(name):
     """Follow a chain of runs, each begun from an earlier one, back to the first run's policy:
     "train", a .pt file or a published model. That policy has the tokenizer."""
-    visited = []
-    while checkpoint := checkpoint_of(name):
-        copied = f"{os.path.dirname(checkpoint) or '.'}/{BASE}"
-        if os.path.exists(copied):      # the earlier run may be gone
-            name = copied
-            break
-        if checkpoint in visited:
-            raise BadInput(f"{checkpoint}: began from itself, by its settings")
-        visited.append(checkpoint)
-        name = settings_of(checkpoint).policy
-    if not name.endswith(".pt"):
-        return name
-    return load_torch(name, tables_only=True).get("origin", name)
+    if checkpoint := checkpoint_of(name):
+        copied = f"{os.path.dirname(checkpoint) or '.'}/{BASE}"     # the earlier run may be gone
+        is_here = os.path.exists(copied)
+        return origin_of(copied if is_here else settings_of(read_checkpoint(checkpoint)).policy)
+    return load_torch(name, tables_only=True).get("origin", name) if name.endswith(".pt") else name
+
+
+# ------------------------------------------------------------------------------------------------
+# load it
 
 
 def load_run(path):
@@ -120,8 +117,8 @@ def load_run(path):
         policy = load_gpt(path)
     else:       # its settings say whether it has adapters
         content = read_checkpoint(checkpoint)
-        cfg = settings_of(checkpoint, content)
         with undamaged(checkpoint):
+            cfg = settings_of(content)
             policy = rebuilt(checkpoint, content["shape"], content["policy"],
                              lambda config: trainable(Policy(config), cfg))
 

@@ -15,30 +15,28 @@ functions come only from a config file that is named beside it.
 """
 import ast
 import difflib
-import glob
 import importlib
 import inspect
 import os
+import pathlib
 import re
 import runpy
 import sys
 import textwrap
 import types
-import typing
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Literal
 
-from common import variants
-from common.files import ROOT, read_json, read_text
-from common.kinds import (
-    Above0, Decay, Fixed, Free, Harmless, Iterations, Live, Path, Positive, Share, ShareAbove0,
-    Temperature, Variant, kinds_of)
 from common.doors import select_arguments
 from common.errors import BadInput, shown
+from common.files import ROOT, read_json, read_text
+from common.kinds import (
+    Above0, Decay, Fixed, Free, Harmless, Iterations, Live, Mark, Path, Positive, Range, Share,
+    ShareAbove0, Temperature, Variant, at_least, parts_of)
+from common.variants import variants_of
 from rollout import Sampling
 from run.check import check
 from run.meanings import text_of_all
-
 
 # functions of a config file that are used by their name alone
 GIVEN = ("target", "weigh", "group", "texts", "questions", "choose", "advantage", "optimizer",
@@ -47,9 +45,8 @@ GIVEN = ("target", "weigh", "group", "texts", "questions", "choose", "advantage"
 
 def settings_of_extras():
     """The dataclasses in extras/NAME/settings.py, for all extras that are here."""
-    paths = sorted(glob.glob(f"{glob.escape(ROOT)}/extras/*/settings.py"))
-    names = [os.path.basename(os.path.dirname(path)) for path in paths]
-    modules = [importlib.import_module(f"extras.{name}.settings") for name in names]
+    paths = sorted(pathlib.Path(ROOT).glob("extras/*/settings.py"))
+    modules = [importlib.import_module(f"extras.{path.parent.name}.settings") for path in paths]
     return [x for module in modules for x in vars(module).values() if is_dataclass(x)]
 
 
@@ -260,140 +257,24 @@ class Settings(*settings_of_extras()):
 
     def public(self):
         """The settings that were given, as plain values, for files."""
-        return {name: self.given.get(name, getattr(self, name)) for name in HINTS
+        return {name: self.given.get(name, getattr(self, name)) for name in PARTS
                 if name not in ("resume", "debug_step")}
 
 
-HINTS = {name: hint for name, hint in typing.get_type_hints(Settings).items()
-         if name not in ("functions", "source", "named", "changed", "given")}
+# {name: what its type is made of}. The config file's part, which is no setting, has repr=False
+PARTS = {x.name: parts_of(x.type) for x in fields(Settings) if x.repr}
 
 
 def settings_that_are(kind):
-    """Names of the settings of a kind: "free", "harmless", "fixed", "live" (common/kinds.py)."""
-    hints = typing.get_type_hints(Settings, include_extras=True)
-    return [name for name in HINTS if kind in kinds_of(hints[name])]
-
-
-DEFINED_HERE = "config file"    # the module of its functions
-
-
-def load_settings(argv):
-    """Read argv (config files, folders of runs, flags) -> checked Settings. Flags override a run,
-    and a run overrides config files."""
-    cfg = Settings()
-
-    # flags, folders of runs, config files
-    flags = [(*read_flag(arg), arg) for arg in argv if arg.startswith("-")]
-    paths = [arg for arg in argv if not arg.startswith("-")]
-    folders = [path.rstrip("/") for path in paths if os.path.isdir(path)]
-    files = [path for path in paths if not os.path.isdir(path)]
-
-    # a config file brings functions, too
-    for path in files:
-        values, functions = read_config(path)
-        cfg.functions |= functions
-        for name, value in values.items():
-            assign(cfg, name, value, path)
-
-    # a run repeats all its settings. Its functions are code, so they must be named
-    for folder in folders:
-        run = read_run(folder)
-        if run.get("functions") and not files:
-            raise BadInput(f"{folder}: name its config file too, RUN CONFIG.py: it needs "
-                           f"{shown(run['functions'])} ({folder}/config.py is a copy)")
-        for name, value in run["settings"].items():
-            assign(cfg, name, value, f"{folder}/config.json (of another version? edit it there)")
-        cfg.source = run["source"]
-        cfg.out_dir = folder                # a run that was copied or moved is its own
-
-    # flags come last: they override both
-    named = dict(vars(cfg))
-    for name, value, flag in flags:
-        assign(cfg, name, value, flag)
-    cfg.named = ", ".join(paths)
-    cfg.changed = {name: getattr(cfg, name) for name, _, _ in flags
-                   if getattr(cfg, name) != named[name] and name not in ("resume", "debug_step")}
-    if files:
-        cfg.source = "\n".join(map(read_text, files))
-    check(cfg)
-    use_functions(cfg)
-    return cfg
-
-
-def use_functions(cfg):
-    """Refuse a function that nothing uses, unless it was imported: drop that."""
-    known = (*cfg.reward_funcs, cfg.tracin_val_reward, "reward", "environment", "tools")
-    for name, function in list(cfg.functions.items()):
-        if inspect.iscoroutinefunction(function):
-            raise BadInput(f"config: function {name!r} is async: write def, without async")
-        if name not in (*known, *GIVEN) and function not in cfg.tools.values():
-            is_theirs = getattr(function, "__module__", None) == DEFINED_HERE
-            if is_theirs and not inspect.isclass(function):     # a class serves a function
-                raise BadInput(f"config: function {name!r} is not used: list it in reward_funcs, "
-                               "call it reward, or start its name with _")
-            del cfg.functions[name]
-
-
-USAGE = """
-usage: python {} [CONFIG.py] [--setting=value ...]
-
---help lists the settings that people turn first, --help=all all of them, --help=metrics the numbers
-that are logged. config/ holds more config files; the folder of a run repeats the run."""
-
-
-def usage(which=""):
-    """The help of the running command. which: "first" or "all" adds settings, as the source of
-    Settings has them; "metrics" gives the meanings of the numbers instead."""
-    if which == "metrics":
-        return text_of_all()
-    main = sys.modules["__main__"]
-    command = f"-m {main.__spec__.name}" if main.__spec__ else os.path.basename(sys.argv[0])
-    about = (main.__doc__ or "").strip().partition("\n\n")[0]
-    text = about + "\n" + USAGE.format(command)
-    if not which:
-        return text
-
-    # the settings with their comments, as they stand above and in extras
-    source = inspect.getsource(Settings)
-    start = source.index("    # run\n")
-    end = source.index("    # what the config file brings along")
-    sections = [source[start:end]]
-    sections += [inspect.getsource(extra).partition(":\n")[2].partition("\n    def ")[0]
-                 for extra in settings_of_extras()]
-    listed = "\n".join(sections if which == "all" else sections[:1])
-    if which == "first":        # a section ends in what is seldom turned
-        listed = re.sub(r"    # seldom\n(.+\n)*", "", listed)
-    listed = re.sub(r"\b(?:Free|Harmless|Fixed|Live)\[(.+?)\] =", r"\1 =", listed)
-    return f"{text}\n\n{textwrap.dedent(listed).rstrip()}"
+    """Names of the settings with a mark: "free", "harmless", "fixed", "live" (common/kinds.py)."""
+    return [name for name, parts in PARTS.items() if Mark(kind) in parts]
 
 
 # ------------------------------------------------------------------------------------------------
-# flags, names and types
+# one setting
 
 
-def read_flag(flag):
-    """"--beta=0.1" -> ("beta", 0.1): a Python literal, or the text itself. --resume is True."""
-    name, equals, text = flag[2:].partition("=")
-    if not flag.startswith("--") or not name:
-        raise BadInput(f"{flag}: a setting is written --name=value")
-
-    # a switch may stand alone, all else has a value
-    known = types_of(name, flag)
-    if not equals and bool not in known:
-        raise BadInput(f"{flag}: write {flag}=VALUE")
-
-    # a Python literal, or text where that is no literal or text is meant
-    literal = text.title() if text.lower() in ("true", "false") else text
-    try:
-        value = ast.literal_eval(literal if equals else "True")
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return name, text
-    if str in known and value is not None and type(value) is not str:
-        return name, text       # --out_dir=7 is the folder "7"
-    return name, value
-
-
-# names from the notes, TRL, verl and nanoGPT, and their names here
+# names from the notes, TRL, verl and nanoGPT, and their names here; the same for values
 ELSEWHERE = {
     "group_size": "num_generations", "max_new_tokens": "max_completion_length",
     "max_tokens": "max_completion_length", "max_response_length": "max_completion_length",
@@ -415,61 +296,73 @@ ELSEWHERE = {
     "max_length": "max_completion_length, without the prompt",
     "kl_target": "beta, which a function `after` adapts (docs/doors.md)",
     "target_kl": "max_iters, which a function `after` sets (docs/doors.md)",
-    "adaptive_kl": "beta, which a function `after` adapts (docs/doors.md)"}
-# the same for values of settings
-MEANS = {
-    ("tracin", "seqloss-lastadv"): "tracin = 'advantage'",
-    ("tracin", "seqloss-reward"): "tracin = 'reward'",
-    ("tracin", "seqloss_lastadv"): "tracin = 'advantage'",
-    ("tracin", "seqloss_reward"): "tracin = 'reward'",
-    ("loss_type", "gspo"): "importance_sampling_level = 'sequence' with loss_type = 'grpo'",
-    ("loss_type", "ppo"): "critic = True",
-    ("dtype", "bf16"): "dtype = 'bfloat16'",
-    ("dtype", "fp32"): "dtype = 'float32'",
-    ("kl_estimator", "low_var_kl"): "kl_estimator = 'k3'"}
-
-
-def types_of(name, source=""):
-    """The types that a setting may have. source: where its name came from, for the message."""
-    if name in ELSEWHERE:
-        raise BadInput(f"{source}: there is no setting {name!r}; here it is {ELSEWHERE[name]}")
-    if name not in HINTS:
-        near = difflib.get_close_matches(name, HINTS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else "; python grpo.py --help lists them"
-        if not variants.HERE:
-            hint += " (those of extras/variants are not here)"
-        raise BadInput(f"{source}: there is no setting {name!r}{hint}")
-
-    # of int | None both; choices are text
-    parts = typing.get_args(HINTS[name]) or (HINTS[name],)
-    parts = [x for part in parts for x in typing.get_args(part) or (part,)]
-    types_here = [type(part) if isinstance(part, str) else part for part in parts]
-    return tuple(dict.fromkeys(types_here))
-
-
+    "adaptive_kl": "beta, which a function `after` adapts (docs/doors.md)",
+    "tracin=seqloss-lastadv": "tracin = 'advantage'",
+    "tracin=seqloss-reward": "tracin = 'reward'",
+    "tracin=seqloss_lastadv": "tracin = 'advantage'",
+    "tracin=seqloss_reward": "tracin = 'reward'",
+    "loss_type=gspo": "importance_sampling_level = 'sequence' with loss_type = 'grpo'",
+    "loss_type=ppo": "critic = True",
+    "dtype=bf16": "dtype = 'bfloat16'",
+    "dtype=fp32": "dtype = 'float32'",
+    "kl_estimator=low_var_kl": "kl_estimator = 'k3'"}
 WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text",
          tuple: "a tuple", dict: "a dict", types.NoneType: "None"}
 
 
+def what_it_must_be(name, value):
+    """The condition that a setting's value breaks, in words; "" if the value is good by itself."""
+    parts = PARTS[name]
+
+    # one of a few texts, or of a few types
+    choices = [x for x in parts if type(x) is str]
+    if Mark("variant") in parts and value not in choices:
+        choices += variants_of(name)
+    if choices:
+        return "" if value in choices else f"one of {', '.join(choices)}"
+    if type(value) not in parts:
+        return " or ".join(WORDS[x] for x in parts if x in WORDS)
+    if value == "":
+        return "text that is not empty"
+
+    # numbers: in their range, and small enough for torch and JSON
+    if type(value) not in (int, float):
+        return ""
+    ranges = [x for x in parts if isinstance(x, Range)]
+    ranges += [at_least(0), Range("a number below 2 ** 63", lambda x: x < 2 ** 63)]
+    return next((x.words for x in ranges if not x.holds(value)), "")
+
+
 def assign(cfg, name, value, source):
-    """Set cfg.name, with an int for a float and a list or one text for a tuple."""
-    known = types_of(name, source)
-    if type(value) is str and (name, value) in MEANS:
-        raise BadInput(f"{source}: here it is {MEANS[name, value]}")
+    """Set cfg.name. source: where the value came from, for the message if it is wrong."""
+    # a name from elsewhere, a value from elsewhere, a slip
+    for given in (name, f"{name}={value}"):
+        if given in ELSEWHERE:
+            raise BadInput(f"{source}: there is no {given!r}; here it is {ELSEWHERE[given]}")
+    if name not in PARTS:
+        near = difflib.get_close_matches(name, PARTS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else "python grpo.py --help lists them"
+        raise BadInput(f"{source}: there is no setting {name!r}; {hint}")
 
-    # what is meant is clear: 1 for 1.0, a list for a tuple, one name for a tuple of one
-    if float in known and type(value) is int and abs(value) < 2 ** 63:
+    # what is meant is clear: 1 for 1.0, a list or one text for a tuple, ~ for the home folder
+    parts = PARTS[name]
+    if float in parts and type(value) is int:
         value = float(value)
-    if tuple in known and type(value) in (list, str):
+    if tuple in parts and type(value) in (list, str):
         value = tuple(value) if type(value) is list else (value,)     # --reward_funcs=judge
+    if Mark("path") in parts and type(value) is str:
+        value = os.path.expanduser(value)   # a shell does so only where a word begins
 
-    # all else must be of the type
-    if type(value) not in known:
-        wanted = " or ".join(WORDS[t] for t in known)
-        default = getattr(Settings, name)
+    if wanted := what_it_must_be(name, value):
         raise BadInput(f"{source}: {name} = {shown(value)}: must be {wanted}; the default is "
-                       f"{name} = {default!r}")
+                       f"{name} = {getattr(Settings, name)!r}")
     setattr(cfg, name, value)
+
+
+# ------------------------------------------------------------------------------------------------
+# where settings come from: files, runs and flags
+
+DEFINED_HERE = "config file"    # the module of its functions
 
 
 def read_config(path):
@@ -477,23 +370,114 @@ def read_config(path):
     if not path.endswith(".py") or not os.path.isfile(path):
         raise BadInput(f"{path}: is neither a config file (.py) nor the folder of a run; a setting "
                        "is written --name=value")
-
-    # functions and the table of tools, and the settings
     names = {name: value for name, value in runpy.run_path(path, run_name=DEFINED_HERE).items()
-             if not name.startswith("_") and not isinstance(value, type(os))}
+             if not name.startswith("_") and not isinstance(value, types.ModuleType)}
     functions = {name: value for name, value in names.items()
                  if callable(value) or name == "tools"}
-    values = {name: value for name, value in names.items() if name not in functions}
-    if not names:
-        raise BadInput(f"{path}: sets nothing; a setting is written name = value")
-    return values, functions
+    return {name: value for name, value in names.items() if name not in functions}, functions
 
 
 def read_run(folder):
     """The content of a run's config.json."""
-    path = f"{folder}/config.json"
-    content = read_json(path, missing={})
-    if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+    content = read_json(f"{folder}/config.json", missing={})
+    if "settings" not in content:
         raise BadInput(f"{folder}: is not the folder of a run: its config.json has no settings")
-    text = content.get("source")
-    return content | {"source": text if isinstance(text, str) else None}
+    return content
+
+
+def read_flag(flag):
+    """"--beta=0.1" -> ("beta", 0.1): a Python literal, or text. --resume stands for True."""
+    name, equals, text = flag.removeprefix("--").partition("=")
+    literal = text.title() if text.lower() in ("true", "false") else text
+    try:
+        value = ast.literal_eval(literal if equals else "True")
+    except (ValueError, SyntaxError):
+        return name, text
+    if equals and str in PARTS.get(name, ()) and value is not None and type(value) is not str:
+        return name, text       # --out_dir=7 is the folder "7"
+    return name, value
+
+
+def use_functions(cfg):
+    """Refuse a function that nothing uses; if it was imported, drop it."""
+    names = (*GIVEN, *cfg.reward_funcs, cfg.tracin_val_reward, "reward", "environment", "tools")
+    for name, function in list(cfg.functions.items()):
+        if name not in names and function not in cfg.tools.values():
+            is_theirs = getattr(function, "__module__", None) == DEFINED_HERE
+            if is_theirs and not inspect.isclass(function):     # a class serves a function
+                raise BadInput(f"config: function {name!r} is not used: list it in reward_funcs, "
+                               "call it reward, or start its name with _")
+            del cfg.functions[name]
+
+
+def load_settings(argv):
+    """Read argv (config files, folders of runs, flags) -> checked Settings. Flags override a run,
+    and a run overrides config files."""
+    cfg = Settings()
+    paths = [arg for arg in argv if not arg.startswith("-")]
+    folders = [path.rstrip("/") for path in paths if os.path.isdir(path)]
+    files = [path for path in paths if not os.path.isdir(path)]
+
+    # a config file brings functions, too
+    for path in files:
+        values, functions = read_config(path)
+        cfg.functions |= functions
+        for name, value in values.items():
+            assign(cfg, name, value, path)
+
+    # a run repeats all its settings. Its functions are code, so they must be named
+    for folder in folders:
+        run = read_run(folder)
+        if run.get("functions") and not files:
+            raise BadInput(f"{folder}: name its config file too, RUN CONFIG.py: it needs "
+                           f"{shown(run['functions'])} ({folder}/config.py is a copy)")
+        for name, value in run["settings"].items():
+            assign(cfg, name, value, f"{folder}/config.json (of another version? edit it there)")
+        cfg.source = run.get("source")
+        cfg.out_dir = folder                # a run that was copied or moved is its own
+
+    # flags come last: they override both
+    before = cfg.public()
+    for flag in argv:
+        if flag.startswith("-"):
+            assign(cfg, *read_flag(flag), flag)
+    cfg.named = ", ".join(paths)
+    cfg.changed = {name: x for name, x in cfg.public().items() if x != before[name]}
+    if files:
+        cfg.source = "\n".join(map(read_text, files))
+    check(cfg)
+    use_functions(cfg)
+    return cfg
+
+
+# ------------------------------------------------------------------------------------------------
+# --help
+
+USAGE = """
+usage: python {} [CONFIG.py] [--setting=value ...]
+
+--help lists the settings that people turn first, --help=all all of them, --help=metrics the numbers
+that are logged. config/ holds more config files; the folder of a run repeats the run."""
+
+
+def listed(settings):
+    """The settings of a class with their comments, as its source has them."""
+    text = inspect.getsource(settings).partition(":\n")[2]
+    text = re.split(r"\n+    (?:def |# what the config file brings)", text)[0]
+    return re.sub(r"\b(?:Free|Harmless|Fixed|Live)\[(.+?)\] =", r"\1 =", textwrap.dedent(text))
+
+
+def usage(which=""):
+    """The help of the running command. which: "first" or "all" adds settings; "metrics" gives the
+    meanings of the numbers instead."""
+    if which == "metrics":
+        return text_of_all()
+    main = sys.modules["__main__"]
+    command = f"-m {main.__spec__.name}" if main.__spec__ else os.path.basename(sys.argv[0])
+    about = (main.__doc__ or "").strip().partition("\n\n")[0]
+    text = about + "\n" + USAGE.format(command)
+    if which == "first":        # a section ends in what is seldom turned
+        text += "\n\n" + re.sub(r"# seldom\n(.+\n?)*", "", listed(Settings))
+    if which == "all":
+        text = "\n\n".join([text, *map(listed, (Settings, *settings_of_extras()))])
+    return text

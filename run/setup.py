@@ -18,23 +18,28 @@ from run.precision import check_precision
 
 
 @dataclass
-class Setup:
-    """Everything that the loop works with. prepare makes it."""
-    policy: torch.nn.Module
-    base: torch.nn.Module         # the policy before training; for the evaluation's perplexity
-    reference: torch.nn.Module    # the base, or a copy that follows the policy
+class Inputs:
+    """Models and prompts from files, loaded and checked."""
+    device: torch.device
+    dtype: torch.dtype            # of the forward passes
+    base: torch.nn.Module         # the policy before training, frozen
     judges: dict                  # {"judge": ..., "eval_judge": ...}
-    reward_funcs: dict            # {name: function}, called by judge.rewards.score
-    optimizer: torch.optim.Optimizer
-    trained: list                 # parameters with gradient
     tokenizer: Any
     prompts: list                 # of data.prompts.Prompt
     eval_prompts: list
     val_prompts: list             # for the target of influence
-    device: torch.device
-    dtype: torch.dtype            # of the forward passes
-    generate: Any                 # rollout.generate, or one that decodes faster
+
+
+@dataclass
+class Setup(Inputs):
+    """Everything that the loop works with: the inputs, and what prepare makes of them."""
+    policy: torch.nn.Module
+    reference: torch.nn.Module    # the base, or a copy that follows the policy
+    optimizer: torch.optim.Optimizer
+    trained: list                 # parameters with gradient
     target_average: Any     # of the target's gradient, over steps; None: none
+    reward_funcs: dict = field(default_factory=dict)    # {name: function}, for judge.rewards.score
+    generate: Any = generate                # rollout's, or one that decodes faster
     # {index of a prompt: [rewards of a group, ...]}, oldest first; for the config file's choose
     seen: dict = field(default_factory=dict)
     # for the config file's `after`: rollouts to learn from again, and its memory
@@ -62,19 +67,6 @@ class Setup:
             return None
         from extras.environment import answering
         return answering(self.tokenizer, cfg, prompts)
-
-
-@dataclass
-class Inputs:
-    """Models and prompts from files, loaded and checked."""
-    device: torch.device
-    dtype: torch.dtype
-    base: torch.nn.Module               # the policy before training, frozen
-    judges: dict                        # {"judge": ..., "eval_judge": ...}
-    tokenizer: Any
-    prompts: list                       # of data.prompts.Prompt
-    eval_prompts: list
-    val_prompts: list
 
 
 def load_judges(cfg, device, may_train=True):
@@ -129,22 +121,13 @@ def prepare(cfg, inputs):
     # learn
     policy = trainable(inputs.base, cfg)
 
-    # the reference, near which beta * KL keeps the policy: the base itself, or a copy
-    # if it follows the policy
-    reference = reference_for(policy, inputs.base, cfg)
-
-    # the optimizer: AdamW, or what the config file makes
-    optimizer = make_optimizer(policy, cfg)
-
-    # all of these, and the inputs
+    # the reference, near which beta * KL keeps the policy; the optimizer; an average of targets
     average = cfg.door("average")
     setup = Setup(
-        policy=policy, base=inputs.base, reference=reference, judges=inputs.judges,
-        reward_funcs={},
-        optimizer=optimizer, trained=[p for p in policy.parameters() if p.requires_grad],
-        tokenizer=inputs.tokenizer, prompts=inputs.prompts, eval_prompts=inputs.eval_prompts,
-        val_prompts=inputs.val_prompts, device=inputs.device, dtype=inputs.dtype,
-        generate=generate, target_average=average and average(cfg))
+        **vars(inputs), policy=policy, reference=reference_for(policy, inputs.base, cfg),
+        optimizer=make_optimizer(policy, cfg),
+        trained=[p for p in policy.parameters() if p.requires_grad],
+        target_average=average and average(cfg))
 
     # the rewards: the judge, functions of the config file, or both
     setup.reward_funcs = reward_functions(cfg, inputs.judges, setup.autocast)
@@ -159,11 +142,8 @@ def prepare(cfg, inputs):
 # a small step, which tries the functions of a config file
 
 
-def step_calls_functions(cfg):
-    """Whether a step calls functions of the config file other than rewards."""
-    by_setting = cfg.tracin == "target" or cfg.tracin_select == "weigh"
-    of_a_step = {"advantage", "optimizer", "objective", "divide"}
-    return by_setting or bool(cfg.functions.keys() & of_a_step)
+# functions that a step calls, beside rewards
+OF_A_STEP = {"target", "weigh", "advantage", "optimizer", "objective", "divide"}
 
 
 def made_up_reward(completions):
@@ -176,7 +156,7 @@ def prepare_small(cfg, inputs):
     try_after(cfg)
     if "choose" in cfg.functions:
         choose_prompts(inputs.prompts, {}, 0, cfg)
-    if not step_calls_functions(cfg):
+    if not OF_A_STEP & cfg.functions.keys():
         return None
     answering = ("environment", "tools")
     small = replace(

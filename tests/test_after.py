@@ -13,7 +13,7 @@ from common.files import read_json
 from grpo import collect, collect_iteration, update
 from loss import Batch
 from rollout import completion_entropies
-from run.settings import HINTS, load_settings, settings_that_are
+from run.settings import PARTS, load_settings, settings_that_are
 from worlds import (
     WORD_PROMPTS, WORDS, assert_near, assert_refused, letters, read_rows, setup_of, shaken,
     skip_for, skip_without, steps_of, untimed_metrics, word_gpt, words)
@@ -126,7 +126,7 @@ LIVE = {
 
 
 def test_each_live_setting_has_a_case():
-    cases = {name for name in (*LIVE, "max_iters") if name in HINTS}    # extras may be gone
+    cases = {name for name in (*LIVE, "max_iters") if name in PARTS}    # extras may be gone
     assert cases == set(settings_that_are("live"))
 
 

@@ -4,24 +4,21 @@ import json
 import re
 import runpy
 import sys
-import typing
 
 import pytest
 
 from common.files import ROOT
-from common.kinds import kinds_of
+from common.kinds import Mark
 from common.variants import variants_of
-from run.settings import ELSEWHERE, HINTS, Settings, load_settings, types_of
+from run.settings import ELSEWHERE, PARTS, load_settings
 from worlds import assert_refused, command, refusal
 
-NAMES = list(HINTS)
-NUMBERS = [name for name in NAMES if {int, float} & set(types_of(name))]
-CHOICES = {name: typing.get_args(hint) for name, hint in HINTS.items()
-           if typing.get_origin(hint) is typing.Literal}
-# the core's own values of those that have more of them in extras/variants
-VARIANTS = {name: typing.get_args(typing.get_args(hint)[0])
-            for name, hint in typing.get_type_hints(Settings, include_extras=True).items()
-            if "variant" in kinds_of(hint)}
+NAMES = list(PARTS)
+NUMBERS = [name for name, parts in PARTS.items() if int in parts or float in parts]
+CHOICES = {name: [x for x in parts if type(x) is str] for name, parts in PARTS.items()
+           if any(type(x) is str for x in parts)}
+
+
 @pytest.fixture
 def write(tmp_path):
     """write("beta = 1") -> path of a config file that holds it."""
@@ -47,11 +44,10 @@ def refuses_each(table):
 # ------------------------------------------------------------------------------------------------
 # flags as people type them
 
-def test_every_setting_can_be_given_as_a_flag(monkeypatch):
-    monkeypatch.setattr(sys.modules["run.check"], "check_extras", lambda needed: None)
+def test_every_setting_can_be_given_as_a_flag():
     for name in NAMES:
         value = getattr(load_settings([]), name)
-        assert type(value) in types_of(name), name
+        assert type(value) in PARTS[name] or value in CHOICES.get(name, ()), name
         if type(value) is bool:
             value = not value
         assert getattr(load_settings([f"--{name}={value}"]), name) == value
@@ -77,7 +73,7 @@ def test_a_flag_has_the_type_of_its_setting_and_the_last_one_counts(write):
 def test_what_is_typed_wrongly_is_one_line_that_names_it():
     refuses_each("""
 --bata=1 | bata | beta
---beta 0.1
+--beta 0.1 | --name=value
 -beta=1
 nowhere.py | nowhere.py
 --max_iters=1.5
@@ -94,7 +90,6 @@ def test_settings_that_do_not_go_together_are_refused():
     refuses_each("""
 --num_generations=1
 --num_prompts=6 --num_generations=4 --mini_batch_size=7 | mini_batch_size | num_generations
---num_generations=4 --decode_batch_size=3 | decode_batch_size | num_generations
 --reward_weights=(1,2)
 --judge=None
 --reward_funcs=nobody | reward_funcs | nobody
@@ -123,19 +118,11 @@ def test_every_range_is_checked():
         refuses(name, f"--{name}=-1")
     for flag in OUT_OF_RANGE.split():
         name, value = flag.split("=")
-        if name in HINTS:       # its extra may be gone
+        if name in PARTS:       # its extra may be gone
             refuses((name, value), f"--{flag}")
     for name, choices in CHOICES.items():
-        refuses((name, "nonsense", *choices), f"--{name}=nonsense")
-    for name, own in VARIANTS.items():
-        refuses((name, "nonsense", *own, *variants_of(name)), f"--{name}=nonsense")
-
-
-def test_a_name_of_extras_variants_is_refused_where_that_was_deleted(monkeypatch):
-    monkeypatch.setattr("common.variants.HERE", False)
-    for name in ("loss_type", "scale_rewards", "tracin_select"):
-        refuses((name, "extras/variants"), f"--{name}=anything")
-    refuses(("deltas", "extras/variants"), "--deltas=2")
+        more = variants_of(name) if Mark("variant") in PARTS[name] else ()
+        refuses((name, "nonsense", *choices, *more), f"--{name}=nonsense")
 
 
 def test_the_home_folder_stands_for_a_tilde(monkeypatch):
@@ -191,27 +178,7 @@ def test_what_a_config_file_imports_is_no_reward(write):
     assert (cfg.beta, list(cfg.functions)) == (0.5, ["reward"])
 
 
-ANSWERED = "def environment(prompts, transcripts): pass"
-# a flag or the text of a config file | what asks | for which folder of extras/
-MISSING = f"""
---critic=True | critic | critic
---compile=True | compile | compiled
---debug_step=True | debug_step | step
---lora_rank=2 | lora_rank | lora
---policy=gpt2 | policy | hub
---judge=a/b:toxic | judge | hub
-{ANSWERED} | environment | environment
-tools = {{'twice': lambda text: 2 * text}} | tools | environment
-"""
-
-
-def test_what_asks_for_a_folder_that_is_not_here_is_one_line(write, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["run.check"], "ROOT", str(tmp_path))
-    for line in MISSING.strip().splitlines():
-        asks, asked_by, folder = line.split(" | ")
-        refuses((asked_by, f"extras/{folder}"), asks if asks.startswith("--") else write(asks))
-    if "max_turns" in NAMES:
-        load_settings([write(ANSWERED), "--max_turns=0"])       # nobody asks
+def test_torchrun_without_its_folder_is_one_line(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setitem(sys.modules, "extras.torchrun", None)
     assert "extras/torchrun" in refusal(runpy.run_path, f"{ROOT}/common/processes.py")
@@ -286,8 +253,8 @@ def test_a_name_of_the_notes_or_of_another_trainer_gets_what_means_the_same(flag
 
 def test_names_from_elsewhere_are_no_settings_and_lead_to_one():
     for name, means in ELSEWHERE.items():
-        assert name not in HINTS, f"{name} is a setting"
-        assert any(word in HINTS for word in re.findall(r"\w+", means)), means
+        assert name not in PARTS, f"{name} is a setting"
+        assert any(word in PARTS for word in re.findall(r"\w+", means)), means
 
 
 def test_what_the_command_set_otherwise_than_the_config_file_is_known(tmp_path):

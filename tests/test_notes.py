@@ -24,7 +24,7 @@ import grpo
 from common.files import ROOT
 from run.flags import notes, problems, problems_of_evaluation
 from run.meanings import meanings
-from run.settings import HINTS, Settings
+from run.settings import PARTS, Settings
 from test_report import EVERYTHING, GOOD, GROUPS, found
 from tracin import select
 from worlds import (
@@ -105,7 +105,7 @@ def run(run_grpo, tmp_path_factory):
     """What a run prints, and its metrics: with influence on held-out rollouts, a KL and, where that
     can be, a reference that is copied."""
     folder = tmp_path_factory.mktemp("influence") / "run"
-    copied = [f"--{name}={value}" for name, value in SYNC.items() if name in HINTS]
+    copied = [f"--{name}={value}" for name, value in SYNC.items() if name in PARTS]
     out = run_grpo(folder, "--tracin=reward", "--tracin_val_prompts=2", "--beta=0.1",
                    "--max_iters=2", "--eval_interval=1", *copied)
     return out, read_rows(folder / "metrics.jsonl"), folder

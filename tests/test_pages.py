@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.files import ROOT
-from run.settings import HINTS, load_settings
+from run.settings import PARTS, load_settings
 
 ROOT = Path(ROOT)
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [
@@ -57,7 +57,7 @@ def flags_of_commands():
     return names
 
 
-FLAGS = {"help", *HINTS, *flags_of_commands()}
+FLAGS = {"help", *PARTS, *flags_of_commands()}
 
 
 def commands_of(text):
@@ -113,7 +113,7 @@ def faults_of(words):
     configs = [x for x in arguments if x.endswith(".py")]
     if script == "grpo.py" and configs and not any(map(NOT_OURS.search, configs)):
         if not any(map(is_gone, configs)):
-            flags = [x for x in arguments if x.partition("=")[0][2:] in HINTS]
+            flags = [x for x in arguments if x.partition("=")[0][2:] in PARTS]
             load_settings([*(str(ROOT / x) for x in configs), *flags])
 
 

@@ -600,12 +600,3 @@ def test_other_runs_start_from_the_folder_of_a_run(trained, tiny, noise, run_grp
     said, says = ([row["completion"] for row in rows["samples"]] for rows in (after, before))
     assert says == said, "it does not begin with what the other one said last"
     assert load_policy(load_settings([f"--policy={second}"]))[1].n_vocab == 300
-    for judge in ("judge", "eval_judge"):
-        assert_refused((judge, str(trained)), load_settings, [f"--{judge}={trained}"])
-
-
-def test_a_policy_with_a_part_that_is_not_here_is_one_line(copy, monkeypatch):
-    settings = checkpoint_of(copy)["settings"]
-    rewrite_checkpoint(copy, settings=settings | {"lora_rank": 2})
-    monkeypatch.setattr(sys.modules["run.check"], "ROOT", str(copy))
-    assert_refused(("lora_rank", "extras/lora"), load_run, str(copy))

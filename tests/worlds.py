@@ -24,7 +24,6 @@ import json
 import os
 import random
 import runpy
-import typing
 import zipfile
 from dataclasses import replace
 from types import SimpleNamespace
@@ -36,13 +35,14 @@ from torch import nn
 import grpo
 from common.errors import BadInput
 from common.files import ROOT, read_rows
+from common.kinds import Mark
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from loss import Batch, Step, grpo_loss, loss_of
 from model import GPT, GPTConfig
 from rollout import Rollout
 from run.check import check
-from run.settings import HINTS, Settings, load_settings
+from run.settings import PARTS, Settings, load_settings
 from run.setup import Inputs
 
 WORLD_SEED = int(os.environ.get("WORLD_SEED", 0))   # other numbers, the same tests: see conftest.py
@@ -66,9 +66,8 @@ def skip_without(extra):
 def skip_for(**knobs):
     """Skip a test of settings that are in extras/variants, or have there what they name, where that
     was deleted."""
-    own = {name: typing.get_args(typing.get_args(hint)[0]) for name, hint in HINTS.items()
-           if typing.get_origin(next(iter(typing.get_args(hint)), None)) is typing.Literal}
-    if any(name not in HINTS or value not in own.get(name, [value])
+    own = {name: parts for name, parts in PARTS.items() if Mark("variant") in parts}
+    if any(name not in PARTS or value not in own.get(name, [value])
            for name, value in knobs.items()):
         skip_without("variants")
 

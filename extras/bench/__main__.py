@@ -44,7 +44,6 @@ from extras.bench.fits import print_fits, print_fits_of
 from extras.bench.ladder import print_ladder
 from extras.bench.phases import now, print_phases
 from extras.bench.shapes import compare_tape
-from run.check import check_extras
 from data.weights import save_gpt
 from run.settings import Settings, load_settings
 
@@ -183,7 +182,6 @@ def short(prompts, completions, **columns):
 def beside_trl(argv, repeat):
     with optional("trl transformers"):
         import trl
-    check_extras([("hub", "bench trl")])
     from extras.hub.export import export
     cfg = load_settings([*argv, "--beta=0"])
     cfg = replace(cfg, functions=cfg.functions | {"short": short}, reward_funcs=("short",),
