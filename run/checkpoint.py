@@ -23,14 +23,13 @@ import torch
 
 from common.files import (
     flush, load_file, load_weights, replacing, save_file, undamaged, write_json)
-from common.errors import BadInput, shown
+from common.errors import BadInput
 from common.guards import moments_of
 from common.processes import rank_and_size
 from common.seeds import hash_of
 from run.after import change_again, changes_of, load_replay, replay_state
 from run.inputs import changed_inputs, of_prompts
-from run.optimizer import (
-    differing, load_state, name_of, settings_of_groups, state_of)
+from run.optimizer import load_state, name_of
 from run.settings import load_settings, settings_that_are
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
@@ -115,7 +114,7 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     save_file(
         f"{folder}/ckpt_{iteration:06}.pt", "run", iteration=iteration, num_tokens=num_tokens,
         base_hash=base_hash, shape=asdict(setup.policy.config), policy=weights,
-        optimizer=state_of(setup.optimizer), optimizer_name=name_of(setup.optimizer),
+        optimizer=setup.optimizer.state_dict(), optimizer_name=name_of(setup.optimizer),
         reference=None if setup.reference is setup.base else setup.reference.state_dict(),
         influence=setup.target_average and setup.target_average.state(), seen=setup.seen,
         has_read=setup.has_read,
@@ -256,21 +255,19 @@ def say_changes(setup, content, cfg):
                       for name, (old, new) in everything.items()]
 
 
-def say_groups(fresh, saved, now):
-    """Print how the settings of a user's optimizer have changed. fresh, saved, now: the
-    settings_of_groups of a new optimizer, of the checkpoint, and of the resumed one."""
-    for name, (old, new) in differing(saved, now).items():
-        print(f"resumed with another {name} of the optimizer: {shown(old)} -> {shown(new)}")
-    for name, (current, new) in differing(now, fresh).items():
-        print(f"the optimizer goes on with the checkpoint's {name}: {shown(current)}; a new one "
-              f"has {shown(new)}")
+def say_groups(fresh, loaded):
+    """Name the settings that an optimizer has from its checkpoint, where a fresh one has others."""
+    names = {name for old, new in zip(fresh, loaded) for name, x in new.items()
+             if name not in ("params", "lr") and repr(x) != repr(old.get(name))}
+    if names:
+        print(f"the optimizer goes on with the checkpoint's {', '.join(sorted(names))}")
 
 
 def resume(folder, setup, cfg):
     """Restore the last checkpoint and cut the logs to match -> (iterations done, tokens seen)."""
     path = newest_checkpoint(folder)
     has_read = setup.has_read
-    fresh = settings_of_groups(state_of(setup.optimizer))
+    fresh = [dict(group) for group in setup.optimizer.param_groups]
     content = load_checkpoint(path, setup, cfg)
 
     # rows after the checkpoint will be cut off and written again: are the logs long enough?
@@ -283,9 +280,7 @@ def resume(folder, setup, cfg):
     # say what has changed
     setup.has_read = setup.has_read | has_read
     say_changes(setup, content, cfg)
-    if "optimizer" in cfg.functions:
-        saved = settings_of_groups(content["optimizer"])
-        say_groups(fresh, saved, settings_of_groups(state_of(setup.optimizer)))
+    say_groups(fresh, setup.optimizer.param_groups)
 
     # every check has passed, so touch the files
     if rank_and_size()[0] == 0:
