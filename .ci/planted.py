@@ -176,9 +176,9 @@ MISTAKES = [
     *of("extras/variants/top_entropy_quantile.py",
         "test_step.py::test_the_size_of_micro_batches_changes_memory_only",
         ("the quantile of a micro-batch (TRL 3)",
-         "return least_sure(entropy, batch.loss_mask & in_step, cfg)",
-         "return sum(least_sure(entropy, batch.loss_mask & torch.zeros_like(in_step).index_fill("
-         "0, rows, True), cfg) for rows in micro_batches(batch.rollout, step.rows, cfg)).bool()")),
+         "return most_entropy(entropy, batch.loss_mask & in_step, cfg)",
+         "return sum(most_entropy(entropy, batch.loss_mask & torch.zeros_like(in_step).index_fill("
+         "0, piece, True), cfg) for piece in micro_batches(batch.rollout, rows, cfg)).bool()")),
     *of("grpo.py", "test_step.py::test_passes_mini_batches_and_micro_batches",
         ("the tokens of the batch divide (TRL 4)",
          "num_tokens = int(batch.loss_mask[mini].sum())",

@@ -182,13 +182,14 @@ def draw_prompts(prompts, it, num_prompts, seed):
 
 def note_rewards(seen, prompts, batch, cfg):
     """Add the rewards of a Batch to seen, {index of a prompt: [rewards of a group, ...]}, if there
-    is a function `choose` to use them."""
+    is a function `choose` to use them. Held-out prompts are not among `prompts`, and not noted."""
     if "choose" not in cfg.functions:
         return
     index = {id(prompt): i for i, prompt in enumerate(prompts)}
     groups = batch.rewards.view(-1, cfg.num_generations).tolist()
     for prompt, rewards in zip(batch.prompts[::cfg.num_generations], groups):
-        seen.setdefault(index[id(prompt)], []).append(rewards)
+        if id(prompt) in index:
+            seen.setdefault(index[id(prompt)], []).append(rewards)
 
 
 def choose_prompts(prompts, seen, it, cfg):

@@ -85,11 +85,11 @@ def mask_of(keep, batch, cfg):
     return keep
 
 
-def with_replayed(setup, batch):
-    """The Batch of an iteration, followed by the rollouts that `after` kept."""
-    if setup.replay is None:
+def with_replayed(batch, replay):
+    """A Batch, followed by the rollouts that `after` has kept: a Batch, or None."""
+    if replay is None:
         return batch
-    replay = replace(setup.replay, age=setup.replay.age + 1)
+    replay = replace(replay, age=replay.age + 1)
     joined = Batch.joined([batch, replay])
     return replace(joined, rounds=batch.rounds, replaced=batch.replaced)
 

@@ -61,6 +61,11 @@ class Meter:
         self.gaps = []              # likewise: |trainer's - sampler's log-prob| before a step
         self.influences = []        # (n,) of the rollouts that each step has scored
 
+    def begin_step(self):
+        """Count a step in, whether it will be taken or not -> is_fresh."""
+        self.num_begun += 1
+        return self.is_fresh
+
     def count(self, pairs):
         """Add up {name: (sum, count)}, tensors () or numbers."""
         for name, pair in pairs.items():

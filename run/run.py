@@ -14,6 +14,7 @@ from run.evaluation import evaluate
 from run.folder import claimed_folder
 from run.inputs import makes_another_evaluation, since_change, what_was_read
 from run.log import Log
+from run.metrics import kl_grad_share
 from run.policy import keep_base
 from run.report import StepLog, print_table, print_verdict
 from run.saver import Saver
@@ -130,6 +131,15 @@ class Run:
         last one, so what a failure would save is marked anew."""
         self.saver.mark_whole(self.saver.done)
         return StepLog(self.setup.device, self.cfg.log_micro)
+
+    def kl_share(self, it, batch, steps, clock):
+        """Before the steps of iteration `it`, if an evaluation follows them: how much of the
+        gradient is the KL's? -> metrics."""
+        if not self.is_evaluated(it + 1):
+            return {}
+        metrics = kl_grad_share(self.setup, batch, steps, self.cfg)
+        clock.end("KL share")
+        return metrics
 
     def end_iteration(self, done):
         """Evaluate and save where that is due. After Ctrl-C save and leave."""

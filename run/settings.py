@@ -232,7 +232,7 @@ class Settings(*settings_of_extras()):
     def for_target(self):
         """These settings for held-out rollouts, which may have a different reward. A target has no
         KL in its loss: only functions of the config file may look at the reference."""
-        changes = {}
+        changes = {"zero_std_groups": "keep"}
         if self.kl_in_loss and not {"target", "advantage"} & set(self.functions):
             changes["beta"] = 0.0
         if self.tracin_val_reward is not None:

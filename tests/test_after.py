@@ -244,14 +244,14 @@ def test_influence_of_replayed_rollouts_is_that_of_plain_backwards(tracin):
 
 def test_entropy_of_replayed_rollouts_is_that_of_the_policy_now():
     setup, cfg, batch = replayed_world(top_entropy_quantile=.5)
+    from extras.variants.top_entropy_quantile import most_entropy
     shaken(setup.policy)        # far enough for other tokens to be the least sure
     step = next(grpo.optimizer_steps(batch, cfg, 3))
-    least_sure = cfg.door("policy_tokens")
-    mask = least_sure.of_step(setup, batch, step, True, cfg)
+    mask = grpo.policy_mask_of(setup, batch, step.rows, True, cfg)
     now = torch.zeros_like(batch.rollout.entropy)
     now[:] = completion_entropies(setup.policy, batch.rollout, cfg.temperature)
-    assert torch.equal(mask, least_sure(now, batch.loss_mask, cfg)), "of the policy then"
-    assert not torch.equal(mask, least_sure(batch.rollout.entropy, batch.loss_mask, cfg))
+    assert torch.equal(mask, most_entropy(now, batch.loss_mask, cfg)), "of the policy then"
+    assert not torch.equal(mask, most_entropy(batch.rollout.entropy, batch.loss_mask, cfg))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from grpo import collect, group_advantages, loss_masks, update
+from grpo import collect, group_advantages, policy_mask_of, update
 from loss import kl_estimate
 from rollout import Sampling, completion_logprobs, truncate
 from worlds import (
@@ -162,10 +162,12 @@ def test_top_p_keeps_the_token_that_crosses_the_line():
 
 
 def test_the_entropy_quantile_keeps_the_least_certain_tokens():
-    _, batch = world(settings())
+    cfg = settings(top_entropy_quantile=0.3)
+    setup, batch = world(cfg)
     r = batch.rollout
-    mask, policy_mask = loss_masks(r, settings(top_entropy_quantile=0.3))
-    assert torch.equal(mask, batch.loss_mask), "the quantile is of the policy gradient alone"
+    mask = batch.loss_mask
+    assert torch.equal(mask, r.sampled_mask), "the quantile is of the policy gradient alone"
+    policy_mask = policy_mask_of(setup, batch, torch.arange(len(mask)), True, cfg)
     kept = r.entropy[mask & policy_mask]
     dropped = r.entropy[mask & ~policy_mask]
     assert float(kept.min()) >= float(dropped.max()), (

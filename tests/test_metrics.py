@@ -75,8 +75,8 @@ def negative_kl(loss_of):
 
 # kind of the warning: which function is wrong, and what is made of it
 WRONG = {
-    "mask": ("grpo.loss_masks", lambda right: lambda rollout, cfg: [
-        mask & mask.roll(-1, 1) for mask in right(rollout, cfg)]),
+    "mask": ("grpo.loss_mask_of", lambda right: lambda rollout, cfg: (
+        right(rollout, cfg) & right(rollout, cfg).roll(-1, 1))),
     "baseline": ("grpo.group_advantages", lambda right: lambda rewards, *_: (
         rewards - rewards.nanmean()).nan_to_num(0.0)),
     "sum": ("grpo.total_reward", lambda right: lambda scores, *_: scores.nansum(1)),

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 from grpo import collect, optimizer_steps, update
-from loss import losses, micro_batches
+from loss import Batch, losses, micro_batches
 from rollout import Rollout, completion_entropies, generate
 from run.metrics import batch_metrics
 from run.optimizer import learning_rate
@@ -193,7 +193,9 @@ def test_the_entropy_quantile_of_a_very_large_batch():
     mask = torch.ones(1, n, dtype=torch.bool)
     entropy = torch.arange(n, dtype=torch.float64)[None]
     rollout = Rollout(mask, mask, mask, mask, entropy, entropy, mask.any(1))
-    _, policy_mask = grpo.loss_masks(rollout, settings(top_entropy_quantile=.25))
+    batch = Batch(rollout, loss_mask=mask)
+    cfg = settings(top_entropy_quantile=.25)
+    policy_mask = grpo.policy_mask_of(None, batch, torch.tensor([0]), True, cfg)
     assert int(policy_mask.sum()) == 2 ** 22 + 1 and policy_mask[0, -2 ** 22 - 1:].all()
 
 

@@ -30,7 +30,6 @@ from run.checkpoint import (
     changed_settings, checkpoints, iterations_of, load_checkpoint, newest_checkpoint,
     read_checkpoint)
 from run.inputs import changed_inputs, what_was_read
-from run.sampling import sample_completions
 from run.settings import load_settings, read_run, settings_that_are
 
 FLAGS = dict(target="", prompt="", completion="", prompts="", account=False, by="", held_out=0,
@@ -228,9 +227,8 @@ def sentences_asked(setup, cfg, own):
         rows.append(own)
     asked = [read_sentence(setup, cfg, row) for row in rows]
     if own["account"]:      # completions of lowest reward, by the policy before training
-        samples = sample_completions(
-            setup, setup.policy, setup.eval_prompts, cfg, seed_for(cfg.seed, "account"))
-        batch = grpo.scored_batch(setup, samples, cfg)
+        batch = grpo.sample_and_score(
+            setup, setup.eval_prompts, cfg, seed_for(cfg.seed, "account"))
         rollout = replace(batch.rollout, allowed=None)
         asked += [(batch.prompts[i].text, rollout[[i]])
                   for i in batch.rewards.argsort()[:WORST].tolist()]

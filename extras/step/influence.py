@@ -78,7 +78,7 @@ def scored_step(setup, batch, held_out, cfg, seed):
     setup = replace(setup, target_average=copy.copy(setup.target_average))
     fresh = not batch.is_replayed
     batch = replace(batch, row_weights=torch.ones_like(batch.row_weights),
-                    policy_mask=grpo.policy_mask_of(setup, batch, step, fresh, cfg))
+                    policy_mask=grpo.policy_mask_of(setup, batch, step.rows, fresh, cfg))
     with Recording(setup, batch, step, fresh, cfg) as recording:
         for loss, rows in recording.passes():
             recording.backward(loss, rows)

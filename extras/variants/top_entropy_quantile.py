@@ -8,7 +8,7 @@ from loss import micro_batches
 from rollout import completion_entropies
 
 
-def least_sure(entropy, mask, cfg):
+def most_entropy(entropy, mask, cfg):
     """Of the tokens in a mask (N, T), the share top_entropy_quantile of the greatest entropy."""
     if not mask.any():
         return mask
@@ -18,22 +18,19 @@ def least_sure(entropy, mask, cfg):
 
 
 @torch.no_grad()
-def of_step(setup, batch, step, fresh, cfg):
-    """The tokens (N, T) that carry the policy gradient of a step: among its own tokens, those of
-    which the policy is least sure now. fresh: no step was taken since sampling."""
+def least_sure(setup, batch, rows, fresh, cfg):
+    """The tokens (N, T) that carry the policy gradient of a step, by its rows: among their tokens,
+    those of which the policy is least sure now. fresh: no step was taken since sampling."""
     # how unsure was it while sampling? After a step since, how unsure is it now?
     entropy = batch.rollout.entropy
     if not fresh or batch.is_replayed:
         entropy = torch.zeros_like(entropy)
         with setup.autocast():
-            for rows in micro_batches(batch.rollout, step.rows, cfg):
-                entropy[rows] = completion_entropies(
-                    setup.fast(setup.policy), batch.rollout[rows], cfg.temperature)
-        all_reduce([entropy])       # each process has filled in its own rows
+            for piece in micro_batches(batch.rollout, rows, cfg):
+                entropy[piece] = completion_entropies(
+                    setup.fast(setup.policy), batch.rollout[piece], cfg.temperature)
+        all_reduce([entropy])       # each process has filled in its share
 
-    # some tokens of this step's rows
-    in_step = torch.zeros_like(batch.loss_mask[:, :1]).index_fill(0, step.rows, True)   # (N, 1)
-    return least_sure(entropy, batch.loss_mask & in_step, cfg)
-
-
-least_sure.of_step = of_step
+    # some tokens of these rows
+    in_step = torch.zeros_like(batch.loss_mask[:, :1]).index_fill(0, rows, True)        # (N, 1)
+    return most_entropy(entropy, batch.loss_mask & in_step, cfg)

@@ -10,7 +10,7 @@ def resample(setup, it, batch, cfg, sample):
     """Dynamic sampling (DAPO, Yu et al. 2025): groups of further prompts replace those whose
     rewards are all equal, round by round. Those that are left at the end are dropped.
 
-    sample(prompts, *seed) -> their scored Batch."""
+    sample(prompts, seed=...) -> their scored Batch."""
     # prompts that this iteration has not used come first, in random order, then the others
     used = {prompt.text for prompt in batch.prompts}
     order = draw_prompts(setup.prompts, it, len(setup.prompts), seed_for(cfg.seed, "resample"))
@@ -25,7 +25,7 @@ def resample(setup, it, batch, cfg, sample):
 
         # as many new ones go behind those that are kept
         prompts = list(itertools.islice(further, missing))
-        fresh = sample(prompts, "resample", it, number)
+        fresh = sample(prompts, seed=seed_for(cfg.seed, "resample", it, number))
         rounds = batch.rounds + fresh.rounds
         replaced.append(batch.where(~differ))
         batch = Batch.joined([batch.where(differ), fresh])
