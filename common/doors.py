@@ -102,3 +102,25 @@ def target_number(cfg, setup, batch):
         raise BadInput(f"target returned {shown(number)}: must be a tensor that depends on the "
                        "policy's weights")
     return number
+
+
+def own_weights(recording, influence):
+    """What the config file's `weigh` returns for the rollouts of a step: a factor (n,) on the loss
+    of each. It may take, by name,
+
+        influence       (n,)
+        self_influence  (n,) of each rollout on itself, made only if `weigh` takes it
+        batch           their loss.Batch: rewards, advantages, completions, prompts, rollout
+        recording       the step's tracin.Recording: policy_gradient(weights) and scores(gradient)
+                        give what any weights would make of the gradient
+    """
+    weigh = recording.cfg.functions["weigh"]
+    batch = private_copy(subset(recording.batch, recording.step.rows))
+    offered = dict(influence=influence.clone(), self_influence=None, recording=recording,
+                   batch=batch)
+    given = select_arguments("weigh", weigh, offered)
+    if "self_influence" in given:
+        given["self_influence"] = recording.self_influence()
+    weights = weigh(**given)
+    why = unknown_rewards(batch)
+    return numbers("weigh", weights, influence.shape, why=why).detach().to(influence)

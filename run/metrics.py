@@ -18,7 +18,7 @@ from common.processes import all_gather, shard
 from common.variants import variant
 from loss import objective_of
 from tape import cosine, inner
-from tracin import gradients_of, target_coefficients
+from tracin import gradient_of, target_coefficients
 
 PER_STEP = math.inf     # in place of a count: divide the sum by the number of steps
 
@@ -170,7 +170,7 @@ def influence_metrics(found, setup):
     # a check that costs nothing where the target is the batch: do the parts add up?
     if target.is_whole_step:
         metrics["tracin/invariant_error"] = invariant_error(
-            scores.raw, target_grad, scores.direction)
+            scores.raw, target_grad, scores.direction.gradient)
 
     # signal or noise? Two halves of a good target point the same way
     if len(target.halves) == 2:
@@ -365,7 +365,7 @@ def kl_grad_share(setup, batch, steps, cfg):
 
     Metrics:
         kl_grad_share: norm of the gradient of beta times the KL beside the norm of the policy's
-            part. It takes a forward and two backward passes, so only iterations with an evaluation
+            part. It takes two forward and backward passes, so only iterations with an evaluation
             have it
     """
     if not cfg.kl_in_loss:
@@ -373,6 +373,5 @@ def kl_grad_share(setup, batch, steps, cfg):
     step = next(steps, None)
     if step is None:        # there is nothing to learn from
         return {"kl_grad_share": math.nan}
-    parts = lambda loss, rows: loss.kl, lambda loss, rows: loss.policy
-    kl, policy = gradients_of(setup, cfg, batch, step, parts)
+    kl, policy = (gradient_of(setup, cfg, batch, step, part) for part in ("kl", "policy"))
     return {"kl_grad_share": float((inner(kl, kl) / inner(policy, policy)).sqrt())}

@@ -86,7 +86,8 @@ def test_maxrl_refuses_what_has_no_mean_to_divide_by():
 
 def test_a_reward_may_have_the_name_of_what_only_variants_replace():
     """Those places are not doors of a config file: the reward would be called there."""
-    names = ("importance", "average", "scale", "normalizer", "policy_tokens", "follow", "targets")
+    names = ("importance", "average", "direction", "normalizer", "policy_tokens", "follow",
+             "targets")
     cfg = words(letters, tracin="self")
     cfg = replace(cfg, functions=cfg.functions | dict.fromkeys(names, letters))
     setup, batch = word_world(cfg)

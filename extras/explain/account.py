@@ -38,10 +38,12 @@ from torch.nn.utils import clip_grad_norm_, vector_to_parameters
 import grpo
 from common.device import free_memory, full_precision
 from common.errors import BadInput
+from common.processes import all_reduce
 from common.progress import Progress
 from common.seeds import seed_for
 from loss import losses
-from tracin import Recording, gradient_of
+from tape import Tape
+from tracin import gradient_of, taped_losses
 
 DAMPING = 0.3
 DRAWS = 3           # of the smoothness
@@ -224,10 +226,10 @@ def multiplied(setup, cfg, k, weights, directions):
     """Products (n, N) of directions (n, W) with the rollouts' parts of the gradient of step k, in
     full precision."""
     vector_to_parameters(weights, setup.trained)
-    with Recording(exact(setup), k.batch, k.step, False, cfg) as recording:
-        for loss, _ in recording.passes():
+    with Tape(setup.policy, len(k.batch.row_weights), all_reduce) as tape:
+        for loss, _ in taped_losses(tape, exact(setup), k.batch, k.step, cfg):
             loss.policy.backward()
-    return torch.stack([recording.tape.dot(by_parameter(setup, d)) for d in directions]).cpu()
+    return torch.stack([tape.dot(by_parameter(setup, d)) for d in directions]).cpu()
 
 
 # ------------------------------------------------------------------------------------------------

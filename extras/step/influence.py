@@ -13,17 +13,16 @@ import torch
 
 import grpo
 from common.seeds import seed_for
-from tracin import Recording, find_influence
+from tracin import find_influence, record
 
 
 def scored_against(recording, scores, row):
     """{parameter: tensor}: what a row was scored against."""
-    if not recording.cfg.door("without_own_part"):
-        return scores.direction
-    itself = torch.arange(len(scores.coef), device=scores.coef.device) == row
-    own = recording.tape.gradient(itself)
-    return {p: g - scores.coef[row] * scores.scale.get(p, 1) * own[p]
-            for p, g in scores.direction.items()}
+    direction, coef, scale = scores.direction
+    if coef is None or not recording.cfg.door("without_own_part"):
+        return direction
+    own = recording.tape.gradient(torch.arange(len(coef), device=coef.device) == row)
+    return {p: g - coef[row] * scale.get(p, 1) * own[p] for p, g in direction.items()}
 
 
 def token_influence(recording, scores, row):
@@ -79,9 +78,7 @@ def scored_step(setup, batch, held_out, cfg, seed):
     fresh = not batch.is_replayed
     batch = replace(batch, row_weights=torch.ones_like(batch.row_weights),
                     policy_mask=grpo.policy_mask_of(setup, batch, step.rows, fresh, cfg))
-    with Recording(setup, batch, step, fresh, cfg) as recording:
-        for loss, rows in recording.passes():
-            recording.backward(loss, rows)
+    recording = record(setup, batch, step, fresh, cfg)
     scores = find_influence(recording, held_out, seed_for(seed, "select", 0)).scores
     ends = [int(step.rows[i]) for i in (scores.influence.argmax(), scores.influence.argmin())]
     words = {row: token_influence(recording, scores, row) for row in ends}

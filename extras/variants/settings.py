@@ -60,8 +60,8 @@ class VariantSettings:
             found["targets"] = variant("tracin_val_select", "targets")
         if self.tracin_target_ema:
             found["average"] = variant("tracin_target_ema", "Average")
-        if self.tracin_adam:
-            found["scale"] = variant("tracin_adam", "adam_scale")
+        if self.tracin_target_ema or self.tracin_adam:
+            found["direction"] = variant("tracin_direction", "direction")
         if self.tracin_leave_one_out:
             found["without_own_part"] = variant("tracin_leave_one_out", "without_own_part")
         if self.tracin_normalizer != "all":
