@@ -1,10 +1,10 @@
 """
 Check that the fast ways of computing give the right numbers.
 
-Before a run uses torch.compile, graphs for decoding, or bfloat16, it computes a few completions
-with them and in plain float32: log-probs, their gradient, and the log-probs recorded while
-sampling. If they differ too much, or something fails, it turns the fast ways off in this order, one
-by one, and prints a line. (Guards in common/guards.py check sampler, trainer and influence.)
+Before a run uses bfloat16, graphs for decoding, or torch.compile, it computes a few completions
+with it and in plain float32: log-probs, their gradient, and the log-probs recorded while sampling.
+What differs too much, or fails, is turned off, and a line says so. (Guards in common/guards.py
+check sampler, trainer and influence.)
 """
 from dataclasses import replace
 
@@ -47,9 +47,10 @@ def logp_and_gradient(setup, rollout, cfg):
     return logp.detach(), torch.cat([g.flatten() for g in gradients])
 
 
-def compare(setup, plain, cfg, rollout):
+def compare(setup, cfg, rollout):
     """Say what differs too much from plain float32 on a rollout; "" if nothing does."""
     # three things must agree: the log-probs, the log-probs of sampling, the gradient
+    plain = replace(setup, dtype=torch.float32, compiled={})
     expected, expected_gradient = logp_and_gradient(plain, rollout, cfg)
     logp, gradient = logp_and_gradient(setup, rollout, cfg)
     errors = {}
@@ -66,40 +67,36 @@ def compare(setup, plain, cfg, rollout):
     return ""
 
 
-def find_problem(setup, plain, cfg):
+def find_problem(setup, cfg):
     """How setup's results differ from plain float32's, in any process; "" if they agree."""
     try:
-        problems = [compare(setup, plain, cfg, rollout) for rollout in few_rows(setup, cfg)]
+        problems = [compare(setup, cfg, rollout) for rollout in few_rows(setup, cfg)]
         problem = next(filter(None, problems), "")
     except Exception as e:      # a driver or a compiler may raise anything
         problem = shown(e, 160)
     return next(filter(None, all_gather([problem])), "")
 
 
+def keep_if_right(name, setup, cfg, **before):
+    """Check the fast way that setup has just begun to use. If it is not right, say so and go back.
+    before: {field of setup: its value without this way}."""
+    if problem := find_problem(setup, cfg):
+        print(f"note: {name} off: {problem}")
+        vars(setup).update(before)
+
+
 def check_precision(setup, cfg):
-    """Make setup compute as fast as the settings say and the check allows."""
-    # turn on each fast way on top of the earlier ones, and remember what it replaces
-    plain = replace(setup, dtype=torch.float32)
-    slow = {}
+    """Make setup compute as fast as the settings say and the check allows: each fast way on top of
+    those before it."""
     if setup.dtype != torch.float32:
-        slow["bfloat16"] = dict(dtype=torch.float32)
+        keep_if_right("bfloat16", setup, cfg, dtype=torch.float32)
     if setup.device.type == "cuda":
-        slow["graph"] = dict(generate=setup.generate)
+        before = setup.generate
         setup.generate = generate_by_graph(setup.policy)
+        keep_if_right("graph", setup, cfg, generate=before)
     if cfg.compile:
         from extras.compiled import compile_nets
-        slow["compile"] = dict(compiled={}, generate=setup.generate)
+        before = setup.generate
         compile_nets(setup)
-
-    # turn off the last one until the rest gives the right numbers
-    for name, without in reversed(slow.items()):
-        problem = find_problem(setup, plain, cfg)
-        failed = [False]
-        if name == "compile":       # the compiler failed in some process, which printed a note
-            failed = all_gather([not setup.compiled])
-        if not problem and not any(failed):
-            break
-        if not failed[0]:
-            print(f"note: {name} off: {problem or 'another process cannot compile'}")
-        vars(setup).update(without)
+        keep_if_right("compile", setup, cfg, compiled={}, generate=before)
     set_precision(setup.device, setup.dtype)

@@ -132,8 +132,7 @@ def prepare(cfg, inputs):
     # the rewards: the judge, functions of the config file, or both
     setup.reward_funcs = reward_functions(cfg, inputs.judges, setup.autocast)
 
-    # compile, if asked to. Do bfloat16 and compiled code give what plain float32 does? If not, they
-    # are turned off
+    # bfloat16, a graph on a GPU, compiled code: where they give what plain float32 does
     check_precision(setup, cfg)
     return setup
 
