@@ -605,7 +605,7 @@ MISTAKES = [
     *of("run/flags.py",
         "test_notes.py::test_an_iteration_that_takes_several_times_the_median_is_noted",
         ("002, a slow iteration: gone",
-         "len(earlier) >= 4 and seconds > 4 * statistics.median(earlier)", "False")),
+         "    if times > 4:", "    if False:")),
     *of("run/flags.py", "test_notes.py::test_each_warning_fires_in_its_case_alone"
         "[003: the KL is above 5]",
         ("003, a KL that explodes: gone", 'if m["kl"] > 5:', "if False:")),
@@ -733,7 +733,7 @@ MISTAKES = [
     *of("run/flags.py",
         "test_report.py::test_a_gradient_of_100_times_the_median_is_named_from_the_fifth"
         "_iteration_on",
-        ("a gradient that explodes is no news", "norm > 100 * statistics", "norm > 1e9 * statistics")),
+        ("a gradient that explodes is no news", "if times > 100:", "if times > 1e9:")),
     *of("run/report.py", "test_report.py::test_the_numbered_lines_have_memory_times_scores_and_losses",
         ("held-out rollouts take no time", '        self.end(phase)\n', "")),
     *of("run/flags.py", "test_report.py::test_what_fell_between_two_evaluations",

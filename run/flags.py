@@ -21,23 +21,28 @@ def in_groups(groups, most=4):
     return ", ".join(rows) + ", ..." * (len(groups) > most)
 
 
+def times_the_median(x, earlier):
+    """x as a multiple of the median of earlier numbers; 0.0 where there are fewer than four."""
+    return x / statistics.median(earlier) if len(earlier) >= 4 else 0.0
+
+
 def has_risen(m, first):
-    """Whether the reward is above the first iteration's by half of its std. The mean of many
+    """True if the reward is above the first iteration's by half of its std. The mean of many
     completions does not get there by chance."""
     return m["reward"] > first["reward"] + 0.5 * first["reward_std"]
 
 
 def is_solved(m, first):
-    """Whether the task is solved, or the reward capped, given that all rewards are equal: they have
-    risen, or the first iteration had none that was higher."""
+    """True if the task is solved, or the reward capped, given that all rewards are equal: they have
+    risen, or none in the first iteration was higher."""
     varied = first["reward_std"] > 0
     return has_risen(m, first) or varied and m["reward_min"] >= first["reward_max"]
 
 
 def constant_rewards(m, first, cfg):
-    """Of several reward functions, those that gave every completion the same score -> (names of
-    those that teach nothing, names of those that are solved: they once varied and have risen)."""
-    if len(cfg.reward_funcs or ()) < 2:
+    """Names of the reward functions, where there are several, that gave every completion the same
+    score -> (those that teach nothing, those that are solved: they once varied and have risen)."""
+    if len(cfg.reward_funcs) < 2:
         return [], []
     constant = [name for name in cfg.reward_funcs if m[f"rewards/{name}/std"] == 0]
     solved = [name for name in constant       # a resumed run may have begun with different rewards
@@ -64,8 +69,7 @@ def signs_of_collapse(m, first):
 def weighed_mean(m, cfg):
     """Weighted sum of the reward functions' means. NaN if all weights are 0, or if one of several
     functions abstains: the mean of the group then stands in for it, so the sum may differ."""
-    pairs = zip(cfg.reward_funcs or (), cfg.reward_weights or ())
-    weights = {name: weight for name, weight in pairs if weight}
+    weights = {name: x for name, x in zip(cfg.reward_funcs, cfg.reward_weights) if x}
     abstains = any(m[f"rewards/{name}/abstained"] > 0 for name in weights)
     if not weights or len(weights) > 1 and abstains:
         return math.nan
@@ -82,29 +86,20 @@ def problems_of_sum(m, cfg):
             "you combine the rewards differently on purpose, ignore this")
 
 
+def largest_advantage(m):
+    return max(-m["advantage_min"], m["advantage_max"])
+
+
 def problems_of_baseline(m, cfg):
     """Do the advantages of a group sum to 0? A critic, or a function of the config file, has a
     different baseline."""
     if cfg.critic or "advantage" in cfg.functions:
         return
-    largest = max(-m["advantage_min"], m["advantage_max"])
-    if m["advantage_group_mean"] > max(1e-6, 1e-3 * largest):
+    if m["advantage_group_mean"] > max(1e-6, 1e-3 * largest_advantage(m)):
         yield "baseline", (
             "the advantages of a group do not add up to 0, their mean is up to "
             f"{m['advantage_group_mean']:.2g}: is the baseline the mean of the whole batch, or is "
             "a completion left out? For a baseline of your own write a function advantage")
-
-
-def problems_of_own_advantages(m, cfg):
-    """Does the config file's function `advantage` teach anything?"""
-    if max(-m["advantage_min"], m["advantage_max"]) < 1e-6:
-        yield "advantages", (
-            "all advantages that the config file's advantage returned are near zero, so they teach "
-            "nothing")
-    elif cfg.zero_std_groups != "keep" and m["frac_reward_zero_std"] == 1:
-        yield "dropped", (
-            f"zero_std_groups = {cfg.zero_std_groups!r} leaves no rollout, since the rewards of "
-            "each group are equal, whatever advantage returned: set zero_std_groups = 'keep'")
 
 
 def problems_of_rewards(m, cfg, first, groups):
@@ -114,7 +109,10 @@ def problems_of_rewards(m, cfg, first, groups):
             "no reward function scored any completion: all returned None; check them")
         return
     if "advantage" in cfg.functions:        # rewards need not teach
-        yield from problems_of_own_advantages(m, cfg)
+        if largest_advantage(m) < 1e-6:
+            yield "advantages", (
+                "all advantages that the config file's function advantage returned are near zero, "
+                "so they teach nothing: check it")
         return
     constant, _ = constant_rewards(m, first, cfg)
     if constant:
@@ -134,8 +132,7 @@ def problems_of_rewards(m, cfg, first, groups):
         return
     if cfg.critic:
         return      # the group is not its baseline
-    largest = max(-m["advantage_min"], m["advantage_max"])
-    if m["frac_reward_zero_std"] == 1 or largest < 1e-6:
+    if m["frac_reward_zero_std"] == 1 or largest_advantage(m) < 1e-6:
         yield "advantages", (
             "all advantages are near zero, since the rewards of each group are equal, so they "
             f"teach nothing: raise temperature or num_generations. Rewards by group: "
@@ -169,11 +166,6 @@ def problems_of_exploration(m, cfg, first):
             "learned: raise max_completion_length")
 
 
-def is_explosive(norm, earlier):
-    """Whether a gradient's norm is over 100 times the median of at least four earlier ones."""
-    return len(earlier) >= 4 and norm > 100 * statistics.median(earlier)
-
-
 def problems_of_step(m, cfg, first, norms):
     """Are log-probs, KL and gradient plausible?"""
     # look at log-probs: the mean of the ratio stays near 1, whatever is wrong
@@ -192,12 +184,12 @@ def problems_of_step(m, cfg, first, norms):
             f"the gradient is near zero (grad_norm {m['grad_norm']:.1e}), the advantages are not: "
             "does the policy still explore (entropy, logp)? Is the loss cut off from it?")
     # the median leaves out iterations whose gradient was zero
-    norms = [norm for norm in norms if norm > 1e-9]
-    if is_explosive(m["grad_norm"], norms):
+    times = times_the_median(m["grad_norm"], [norm for norm in norms if norm > 1e-9])
+    if times > 100:
         yield "explosive", (
-            f"the gradient is large: grad_norm {m['grad_norm']:.3g}, the median of the run so far "
-            f"is {statistics.median(norms):.3g}; lower learning_rate, and look at what was new in "
-            "samples.jsonl" + ("" if cfg.max_grad_norm else "; max_grad_norm = 0 cuts nothing"))
+            f"grad_norm {m['grad_norm']:.3g} is {times:.0f} times the median of the run so far: "
+            "lower learning_rate, and look at what was new in samples.jsonl"
+            + ("" if cfg.max_grad_norm else "; max_grad_norm = 0 cuts nothing"))
     # from the second step on the policy differs from the one that sampled
     distance = max(m["ratio_max"] - 1, 1 - m["ratio_min"])
     if teaches and m["num_steps"] > 1 and distance < 1e-5:
@@ -285,24 +277,20 @@ def problems_of_influence(m, cfg, dtype):
 
 
 def problems_of_sync(m, cfg):
-    """Has the reference really followed the policy?"""
-    if cfg.ref_model_mixup_alpha == 1:
-        if m["ref_tensors_differing"]:
-            yield "sync", (
-                f"{m['ref_tensors_differing']} tensors of the reference differ from the policy "
-                "right after it was copied: the sync has a bug, do not trust the KL")
-    elif m["ref_distance_left"] > 1.01 - cfg.ref_model_mixup_alpha:
+    """Has the reference really followed the policy? A whole copy is exact."""
+    expected = 1 - cfg.ref_model_mixup_alpha
+    is_wrong_copy = expected == 0 and m["ref_tensors_differing"]
+    if is_wrong_copy or m["ref_distance_left"] > expected + 0.01:
         yield "sync", (
-            f"{m['ref_distance_left']:.2f} of the distance from the reference to the policy is "
-            f"left after a sync that should leave {1 - cfg.ref_model_mixup_alpha:.2f}: it has a "
-            "bug, do not trust the KL")
+            f"after a sync {m['ref_tensors_differing']} tensors of the reference differ from the "
+            f"policy, at {m['ref_distance_left']:.2f} of the distance before, where it should be "
+            f"{expected:.2f}: the sync has a bug, do not trust the KL")
 
 
-def problems(m, cfg, dtype, first=None, groups=None, norms=()):
-    """Yield what is wrong in the metrics m of an iteration. first: metrics of the run's first
-    iteration; None: m is the first. groups (B, G): the rewards, shown in a warning. norms:
-    grad_norm of earlier iterations."""
-    first = first or m
+def problems(m, cfg, dtype, earlier=(), groups=None):
+    """Yield what is wrong in the metrics m of an iteration. earlier: metrics of the iterations
+    before it, from the run's first. groups (B, G): the rewards, shown in a warning."""
+    first = (*earlier, m)[0]
     groups = torch.empty(0, 1) if groups is None else groups
     yield from problems_of_rewards(m, cfg, first, groups)
     yield from problems_of_sum(m, cfg)
@@ -316,7 +304,7 @@ def problems(m, cfg, dtype, first=None, groups=None, norms=()):
             "no completion token is under the loss, so there was no step: raise "
             "max_completion_length or unset mask_truncated_completions")
     yield from problems_of_exploration(m, cfg, first)
-    yield from problems_of_step(m, cfg, first, norms)
+    yield from problems_of_step(m, cfg, first, [row["grad_norm"] for row in earlier])
     if cfg.tools and cfg.answers and m["tools/failure_frequency"] == 1:
         yield "tools", (
             "every call was answered with an error: read samples.jsonl, a tool may have a bug")
@@ -351,11 +339,6 @@ def problems_of_evaluation(before, after, noise, logged_kl=math.nan):
             "beta or stop earlier")
 
 
-def is_slow(seconds, earlier):
-    """Whether an iteration took several times the median of earlier ones."""
-    return len(earlier) >= 4 and seconds > 4 * statistics.median(earlier)
-
-
 def solved_rewards(m, first, cfg):
     """The rewards that are solved or capped, in words, or ""."""
     _, solved = constant_rewards(m, first, cfg)
@@ -365,10 +348,10 @@ def solved_rewards(m, first, cfg):
     return f"constant and higher than at first: {', '.join(values)}" if values else ""
 
 
-def notes(m, cfg, first, earlier=(), warned=False):
-    """Yield what looks wrong in the metrics m of an iteration but may be right. first: metrics of
-    the run's first iteration; earlier: seconds of earlier iterations; warned: whether this one has
-    warnings."""
+def notes(m, cfg, earlier=(), warned=False):
+    """Yield what looks wrong in the metrics m of an iteration but may be right. earlier: metrics of
+    the iterations before it; warned: True if this one has warnings."""
+    first = (*earlier, m)[0]
     solved = solved_rewards(m, first, cfg)
     if solved:
         yield "solved", f"{solved}: solved or capped, so they teach nothing more; try a harder task"
@@ -384,8 +367,8 @@ def notes(m, cfg, first, earlier=(), warned=False):
         yield "zero", (
             "a loss of 0.0000 is right here: the ratio is 1 and the advantages of a group sum to "
             "0. Its gradient is not 0: watch reward and grad_norm")
-    if is_slow(m["step_time"], earlier):
+    times = times_the_median(m["step_time"], [row["step_time"] for row in earlier])
+    if times > 4:
         yield "slow", (
-            f"this iteration took {m['step_time']:.1f} s, the median is "
-            f"{statistics.median(earlier):.1f}: does torch.compile compile again (compile = "
-            "False)? Is the machine busy?")
+            f"this iteration took {m['step_time']:.1f} s, {times:.1f} times the median: does "
+            "torch.compile compile again (compile = False)? Is the machine busy?")

@@ -9,11 +9,14 @@ from common.files import read_log
 from common.processes import all_gather, rank_and_size
 from rollout import Sampling
 from run.checkpoint import append_rows
-from run.flags import problems_of_evaluation
+from run.flags import problems_of_evaluation, times_the_median
 from run.inputs import makes_another_evaluation, makes_another_iteration, since_change
 from run.metrics import batch_metrics, num_tokens, rollout_toxicity
 from run.report import (
     Warned, print_influence, print_iteration, print_phases, print_warnings, reward_of)
+
+
+MOST_UNSCORED = 3       # iterations in a row in which every reward is None: then a run ends
 
 
 def sample_row(it, batch, i, cfg):
@@ -97,16 +100,10 @@ class Log:
         self.cfg = cfg
         self.warned = Warned()
         self.wandb = Wandb(cfg)
-        self.began = None                       # when the first iteration began
+        self.began = None               # when the first iteration began
         self.num_tokens = 0
-
-        # what later lines and warnings compare with
-        self.first = None                       # metrics of the run's first iteration
+        self.rows = []                  # metrics of the iterations so far that can be compared
         self.first_evaluation = None
-        self.seconds = []                       # of each iteration
-        self.norms = []                         # of the gradient of each iteration
-        self.kls = []                           # of each iteration, with beta
-        self.num_unscored = 0                   # iterations in a row in which no reward was known
 
     def begin(self, folder, setup, done, num_tokens):
         """Begin at the start of a run (done None), or after an interruption with `done` iterations
@@ -116,34 +113,33 @@ class Log:
         self.start = done or 0
         self.num_tokens = num_tokens
         if done is not None:
-            self.first = self.first_row("metrics.jsonl", makes_another_iteration)
-            self.first_evaluation = self.first_row("eval.jsonl", makes_another_evaluation)
+            self.rows = self.comparable("metrics.jsonl", makes_another_iteration)
+            evaluations = self.comparable("eval.jsonl", makes_another_evaluation)
+            self.first_evaluation = evaluations[0] if evaluations else None
         name = os.path.basename(folder)
         self.wandb.tell("init", project=self.cfg.wandb_project, name=name, config=self.cfg.public())
 
-    def first_row(self, log, matters):
-        """The first row of a log that later ones can be compared with, NaN where a value is
-        missing; None if there is no such row. matters: of run/inputs.py."""
+    def comparable(self, log, matters):
+        """The rows of a log that later ones can be compared with, NaN where a value is missing.
+        matters: of run/inputs.py."""
         rows, _ = since_change(read_log(f"{self.folder}/{log}"), self.setup.changes, matters)
-        if not rows:
-            return None
-        return {name: math.nan if x is None else x for name, x in rows[0].items()}
+        return [{name: math.nan if x is None else x for name, x in row.items()} for row in rows]
 
     def has_evaluation(self, done):
-        """Whether rank 0's log has the evaluation after so many iterations."""
-        found = [row["iteration"] for row in read_log(f"{self.folder}/eval.jsonl")]
-        return all_gather([done in found])[0]
+        """True if rank 0's log has the evaluation after so many iterations."""
+        logged = [row["iteration"] for row in read_log(f"{self.folder}/eval.jsonl")]
+        return all_gather([done in logged])[0]
 
-    def print_iteration(self, m, batch, log):
+    def print_all(self, m, batch, clock):
         """Print the lines and the warnings of an iteration, by its metrics, Batch and StepLog."""
         # what it did, and where its time went: at first, at last, and where it is slow
         cfg = self.cfg
         done = m["iteration"]
         each = (time.monotonic() - self.began) / (done - self.start)
-        print_iteration(m, cfg, log.num_sampled, each * (cfg.max_iters - done))
-        is_slow = self.seconds and m["step_time"] > 1.5 * statistics.median(self.seconds)
+        print_iteration(m, cfg, clock.num_sampled, each * (cfg.max_iters - done))
+        is_slow = times_the_median(m["step_time"], [row["step_time"] for row in self.rows]) > 1.5
         if done in (self.start + 1, cfg.max_iters) or is_slow:
-            print_phases(log.seconds)
+            print_phases(clock.seconds)
         if "tracin/mean_ip" in m:
             print_influence(m, batch)
         if "ref_tensors_differing" in m:
@@ -152,11 +148,10 @@ class Log:
 
         # what looks wrong in it
         groups = batch.fresh.rewards.view(-1, cfg.num_generations)
-        print_warnings(m, cfg, self.setup.dtype, self.warned, self.first, groups, self.seconds,
-                       self.norms)
+        print_warnings(m, cfg, self.setup.dtype, self.warned, self.rows, groups)
 
-    def record(self, it, batch, metrics, log):
-        """Print an iteration, and log its completions -> all of its metrics. log: its StepLog.
+    def record(self, it, batch, metrics, clock):
+        """Print an iteration, and log its completions -> all of its metrics. clock: its StepLog.
 
         Metrics:
             iteration: from 1
@@ -173,21 +168,15 @@ class Log:
              "learning_rate": self.setup.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,
              **{f"cfg/{name}": getattr(cfg, name) for name in cfg.given},
-             "step_time": sum(log.seconds.values()),
+             "step_time": sum(clock.seconds.values()),
              **rollout_toxicity(batch, self.setup)}
         if "choose" not in cfg.functions:       # all prompts come in turn
             m["epoch"] = (it + 1) * cfg.num_prompts / len(self.setup.prompts)
 
-        # its lines and warnings compare it with earlier ones
-        self.began = self.began or log.start
-        self.first = self.first or m
-        self.print_iteration(m, batch, log)
-
-        # later ones with it
-        self.num_unscored = self.num_unscored + 1 if math.isnan(m["reward"]) else 0
-        self.seconds.append(m["step_time"])
-        self.norms.append(m["grad_norm"])
-        self.kls += [m["kl"]] if "kl" in m else []
+        # its lines and warnings compare it with earlier ones, later ones with it
+        self.began = self.began or clock.start
+        self.print_all(m, batch, clock)
+        self.rows.append(m)
         append_rows(self.folder, "samples.jsonl", sample_rows(it, batch, cfg))
         return m
 
@@ -204,9 +193,15 @@ class Log:
         follows = cfg.door("follow") is not None
         truncates = Sampling(eos=(), **cfg.sampling).truncates
         is_alike = 0.6 < cfg.temperature / cfg.eval_temperature < 1.6
-        if follows or truncates or not is_alike or len(self.kls) < 5:
+        kls = [row["kl"] for row in self.rows if "kl" in row]       # with beta
+        if follows or truncates or not is_alike or len(kls) < 5:
             return math.nan
-        return max(self.kls)
+        return max(kls)
+
+    def is_lost(self):
+        """True if no completion of the last iterations got a reward."""
+        last = self.rows[-MOST_UNSCORED:]
+        return len(last) == MOST_UNSCORED and all(math.isnan(row["reward"]) for row in last)
 
     def evaluation(self, iteration, measures, prompt_rewards, samples):
         """Print and log an evaluation after so many iterations, by what run.evaluation.evaluate
@@ -221,9 +216,9 @@ class Log:
 
         # warn of what has fallen since the first one
         before = self.first_evaluation = self.first_evaluation or row
-        if self.first:
+        if self.rows:
             pair = [x | {"reward": reward_of(x, self.cfg)} for x in (before, row)]
             noise = noise_between(
-                before, row, self.first["reward_std"], self.cfg.num_eval_generations)
+                before, row, self.rows[0]["reward_std"], self.cfg.num_eval_generations)
             for kind, text in problems_of_evaluation(*pair, noise, self.logged_kl()):
                 self.warned.say("WARNING", kind, text, iteration)

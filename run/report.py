@@ -218,13 +218,13 @@ class Warned:
             print(f"  {where}: {line.removeprefix('WARNING: ')}")
 
 
-def print_warnings(m, cfg, dtype, warned, first=None, groups=None, seconds=(), norms=()):
-    """Print the red flags of an iteration. warned: the run's Warned. seconds, norms: step_time and
-    grad_norm of earlier iterations. The other arguments are those of run/flags.py."""
-    warnings = [*problems(m, cfg, dtype, first, groups, norms)]
+def print_warnings(m, cfg, dtype, warned, earlier=(), groups=None):
+    """Print the red flags of an iteration. warned: the run's Warned. The other arguments are those
+    of run/flags.py."""
+    warnings = [*problems(m, cfg, dtype, earlier, groups)]
     for kind, text in warnings:
         warned.say("WARNING", kind, text, m["iteration"])
-    for kind, text in notes(m, cfg, first or m, seconds, warned=bool(warnings)):
+    for kind, text in notes(m, cfg, earlier, warned=bool(warnings)):
         warned.say("note", kind, text, m["iteration"])
 
 

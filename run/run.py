@@ -13,13 +13,11 @@ from run.checkpoint import begin_logs, resume, write_run_config
 from run.evaluation import evaluate
 from run.folder import claimed_folder
 from run.inputs import makes_another_evaluation, since_change, what_was_read
-from run.log import Log
+from run.log import MOST_UNSCORED, Log
 from run.metrics import kl_grad_share
 from run.policy import keep_base
 from run.report import StepLog, print_table, print_verdict
 from run.saver import Saver
-
-MOST_UNSCORED = 3       # iterations in a row in which every reward is None: then a run ends
 
 
 def is_due(done, interval):
@@ -151,13 +149,13 @@ class Run:
         stopped = any(all_gather([self.stopped()]))
         if self.is_evaluated(done):
             self.evaluate(done)
-        is_lost = self.log.num_unscored >= MOST_UNSCORED
+        is_lost = self.log.is_lost()
         if last or stopped or is_lost or is_due(done, cfg.save_interval):
             self.saver.save(done)
         if is_lost:
             raise SystemExit(
                 f"stopped after iteration {done}, which is saved: no completion of the last "
-                f"{self.log.num_unscored} iterations got a reward, so nothing was learned; is the "
+                f"{MOST_UNSCORED} iterations got a reward, so nothing was learned; is the "
                 "judge down? The same command continues")
         if stopped and not last:
             raise KeyboardInterrupt(f"saved after iteration {done}; the same command continues")

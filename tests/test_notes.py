@@ -25,7 +25,7 @@ from common.files import ROOT
 from run.flags import notes, problems, problems_of_evaluation
 from run.meanings import meanings
 from run.settings import PARTS, Settings
-from test_report import EVERYTHING, GOOD, GROUPS, found
+from test_report import EVERYTHING, GOOD, GROUPS, PLAIN, found
 from tracin import select
 from worlds import (
     assert_refused, load_settings, read_rows, refusal, settings, skip_for, skip_without,
@@ -418,7 +418,8 @@ def test_an_iteration_that_takes_several_times_the_median_is_noted():
     """002: a slow iteration."""
     for seconds, earlier, kinds in ((9.0, [30.0, 1.0, 2.0, 2.0], ["slow"]), (9.0, [1.0] * 3, []),
                                     (2.0, [1.0] * 9, [])):
-        said = [kind for kind, _ in notes(GOOD | {"step_time": seconds}, Settings(), GOOD, earlier)]
+        rows = [GOOD | {"step_time": x} for x in earlier]
+        said = [kind for kind, _ in notes(GOOD | {"step_time": seconds}, PLAIN, rows)]
         assert said == kinds, f"002: {seconds} s after {earlier}: {said or 'not a word'}"
 
 
@@ -427,21 +428,18 @@ def every_flag():
     flags = {}
     for kind, wrong in WARNED.values():
         flags |= {kind: found(EVERYTHING | wrong)[kind]}
-    own = Settings(functions={"advantage": None}, zero_std_groups="drop")
-    for changes, cfg, groups in (
-            (dict(frac_reward_zero_std=1.0), Settings(), GROUPS),
-            (dict(frac_reward_zero_std=1.0), own, GROUPS),
-            (dict(advantage_group_mean=0.1), Settings(), GROUPS), ({}, Settings(), GROUPS * 1e-5)):
-        flags |= dict(problems(GOOD | changes, cfg, torch.float32, GOOD, groups))
+    for changes, groups in ((dict(frac_reward_zero_std=1.0), GROUPS),
+                            (dict(advantage_group_mean=0.1), GROUPS), ({}, GROUPS * 1e-5)):
+        flags |= dict(problems(GOOD | changes, PLAIN, torch.float32, [GOOD], groups))
     before = {"reward": 0.5, "distinct_2": 0.9, "kl": 0.0}
     after = {"reward": 0.1, "distinct_2": 0.1, "kl": 0.6}
     flags |= dict(problems_of_evaluation(before, after, noise=0.02, logged_kl=0.1))
     flags |= dict(problems(
-        GOOD | {"grad_norm": 99.0}, Settings(), torch.float32, GOOD, GROUPS, [0.8] * 4))
+        GOOD | {"grad_norm": 99.0}, PLAIN, torch.float32, [GOOD] * 4, GROUPS))
     one_answer = GOOD | {"reward": 0.9, "entropy": 0.1}
     solved = one_answer | {"reward_min": 0.9, "reward_max": 0.9}
     for m in (GOOD | {"loss": 0.0, "step_time": 9.0}, one_answer, solved):
-        flags |= dict(notes(m, Settings(), GOOD, [1.0] * 4))
+        flags |= dict(notes(m, PLAIN, [GOOD] * 4))
     return flags
 
 
