@@ -1,4 +1,4 @@
-"""Draw the curves of one run, or of several together, as PNG or SVG (pip install matplotlib).
+"""Draw the curves of one run, or of several together, as a picture (pip install matplotlib).
 
     python plot.py out/toxicity                             # writes out/toxicity/curves.png
     python plot.py out/beta0.1 out/beta0.2                  # a colour for each
@@ -17,12 +17,13 @@ import textwrap
 
 from common.cli import exit_codes, own_flags, run_script
 from common.errors import BadInput, optional
-from common.files import read_log, replacing, undamaged
+from common.files import read_log, replacing
 from run.settings import read_run, settings_that_are
 
 with exit_codes(), optional("matplotlib"):      # without it: one line
     import matplotlib
     import numpy as np
+    from cycler import cycler
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -41,10 +42,10 @@ PANELS = [  # title, log, metric
 WIDTH = 6.6     # inches; three panels can still be read on a phone
 LETTERS = 42    # of a run's name that fit into WIDTH, whatever letters they are
 LOOK = {"font.size": 10, "axes.grid": True, "grid.color": "0.9", "lines.markersize": 3.5,
-        "axes.titlesize": 10, "svg.fonttype": "none"}
+        "axes.titlesize": 10, "svg.fonttype": "none", "text.parse_math": False}
 # ten colours, each with its own marker; the next ten runs have dashed lines, and so on
-MARKERS = "osD^v<>pX*"
-DASHES = ("-", "--", ":", "-.")
+LINES = cycler(linestyle=("-", "--", ":", "-.")) * (
+    matplotlib.rcParamsDefault["axes.prop_cycle"] + cycler(marker="osD^v<>pX*"))
 
 
 def read_logs(folder):
@@ -52,26 +53,24 @@ def read_logs(folder):
     return {log: read_log(os.path.join(folder, f"{log}.jsonl")) for log in ("metrics", "eval")}
 
 
-def groups_of(folders):
-    """Runs grouped by all but their seed -> {name: the logs of each run}."""
-    groups = {}
-    for folder in {os.path.realpath(folder): folder for folder in folders}.values():
-        groups.setdefault(kind_of(folder), []).append(folder)
-    named = {}
-    for first, *others in groups.values():
-        name = f"{first}: mean and range of {1 + len(others)} seeds" if others else first
-        named[name] = [read_logs(folder) for folder in (first, *others)]
-    return named
-
-
 def kind_of(folder):
     """A key that runs share if they differ only in their seed: settings, text of the config."""
-    if not os.path.exists(f"{folder}/config.json"):     # only logs: a group by itself
-        return folder
     run = read_run(folder)
     free = ("seed", *settings_that_are("free"))
     settings = {name: x for name, x in run["settings"].items() if name not in free}
     return json.dumps([settings, run["source"]])
+
+
+def groups_of(folders):
+    """Runs grouped by all but their seed -> {name: the logs of each run}."""
+    groups = {}
+    for folder in folders:
+        groups.setdefault(kind_of(folder), []).append(folder)
+    named = {}
+    for first, *more in groups.values():
+        name = f"{first}: mean and range of {1 + len(more)} seeds" if more else first
+        named[name] = [read_logs(folder) for folder in (first, *more)]
+    return named
 
 
 def panels_of(flag, groups):
@@ -98,17 +97,13 @@ def curves_of(runs, log, metric):
     return x, np.array([[curve[it] for it in x] for curve in curves], float)    # None: NaN
 
 
-def draw_curve(ax, x, y, number, all_marked):
+def draw_curve(ax, x, y, all_marked):
     """Draw the mean of a group's runs, y (runs, iterations), and their range. Mark all values, or
     only those without a neighbour, which no line would show."""
     mean = y.mean(0)
     gap = np.isnan(np.pad(mean, 1, constant_values=np.nan))
-    alone = gap[:-2] & gap[2:]
-    marked = np.ones_like(alone) if all_marked else alone
-    line, = ax.plot(
-        x, mean, color=f"C{number % 10}", linestyle=DASHES[number // 10 % len(DASHES)],
-        marker=MARKERS[number % 10] if marked.any() else None,
-        markevery=marked.nonzero()[0].tolist())
+    marked = gap[:-2] & gap[2:] | all_marked
+    line, = ax.plot(x, mean, markevery=marked.nonzero()[0].tolist())
     if len(y) > 1:
         ax.fill_between(x, y.min(0), y.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
 
@@ -127,20 +122,18 @@ def draw_runs(groups, flag=""):
     if not panels:
         raise BadInput(f"{', '.join(groups)}: nothing to draw yet; wait for the first iteration")
 
-    # names of runs, three in a row if they are short. A plain $ would begin a formula
-    names = [textwrap.fill(" ".join(name.split()), LETTERS).replace("$", r"\$") for name in groups]
-    names_in_row = 3 if max(map(len, names)) <= LETTERS / 4 else 1
-    lines_of_names = sum(1 + name.count("\n") for name in names[::names_in_row])
-
+    # the names of the runs above, three panels in a row
+    names = [textwrap.fill(name, LETTERS) for name in groups]
     columns = min(len(panels), 3)
     rows = math.ceil(len(panels) / columns)
-    height = 0.4 + 0.2 * lines_of_names + 2.0 * rows
+    height = 0.4 + 0.2 * sum(1 + name.count("\n") for name in names) + 2.0 * rows
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     for place, (title, log, curves) in enumerate(panels, 1):
         ax = figure.add_subplot(rows, columns, place, title=title)
         ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
-        for number, (x, y) in enumerate(curves):
-            draw_curve(ax, x, y, number, all_marked=log == "eval")
+        ax.set_prop_cycle(LINES)
+        for x, y in curves:
+            draw_curve(ax, x, y, all_marked=log == "eval")
         if log == "eval":       # the y axis begins at 0, or below the least value
             ax.margins(y=0.1)
             ax.update_datalim([(0, 0)], updatex=False)
@@ -148,24 +141,19 @@ def draw_runs(groups, flag=""):
             if ax.dataLim.y0 == 0:
                 ax.set_ylim(bottom=0)
     figure.supxlabel("iteration", fontsize=LOOK["font.size"])
-    figure.legend(figure.axes[0].lines, names, loc="outside upper left", ncols=names_in_row,
-                  frameon=False)
+    figure.legend(figure.axes[0].lines, names, loc="outside upper left", frameon=False)
     return figure
 
 
 def main(argv):
     flags, folders = own_flags(argv, {"out": "", "panels": ""})
-    if not folders or any(arg.startswith("--") for arg in folders):
-        raise BadInput(
-            "usage: python plot.py RUN [RUN ...] [--out=FILE.png or FILE.svg] [--panels=N or "
-            "--panels=NAME,NAME]")
+    if not folders:
+        raise BadInput("usage: python plot.py RUN [RUN ...] [--out=FILE.png or FILE.svg] "
+                       "[--panels=N or --panels=NAME,NAME]")
     path = flags["out"] or os.path.join(folders[0], "curves.png")
-    if not path.endswith((".png", ".svg")):
-        raise BadInput(f"--out={path}: must end in .png or .svg")
-    with matplotlib.rc_context(LOOK), undamaged(", ".join(folders)):
+    with matplotlib.rc_context(LOOK), replacing(path) as tmp:
         figure = draw_runs(groups_of(folders), flags["panels"])
-        with replacing(path) as tmp:
-            figure.savefig(tmp, format=path[-3:], dpi=192)
+        figure.savefig(tmp, format=path.rpartition(".")[2], dpi=192)
     print(path)
 
 

@@ -73,8 +73,8 @@ class StepLog:
             if loss.critic.requires_grad:
                 parts["critic"] = loss.critic
             if loss.batch.ref_logp is not None:
-                mask = loss.batch.loss_mask
-                kl = loss.batch.kl if loss.kl_by_token is None else loss.kl_by_token    # (n, T)
+                mask = loss.batch.loss_mask                                             # (n, T)
+                kl = loss.batch.kl if loss.kl_by_token is None else loss.kl_by_token
                 parts["kl"] = (kl * mask).sum() / mask.sum().clamp(min=1)
             parts |= {"beta*kl": loss.kl, "total": loss.total}
             # in one transfer, since each waits for a GPU
@@ -147,11 +147,10 @@ def print_phases(seconds):
 def print_influence(m, batch):
     """Print the influence of an iteration's rollouts: before the selection, and what it kept."""
     scored = ~batch.influence.isnan()                                               # (N,)
-    n = int(scored.sum())
-    kept = int((batch.row_weights[scored] != 0).sum())
-    positive, negative, zero = (
-        round(n * m[f"tracin/{sign}_ratio"]) for sign in ("positive", "negative", "zero"))
-    text = (f"    influence of {n}: {positive} +, {negative} -, {zero} zero; "
+    influence = batch.influence[scored]
+    kept = (batch.row_weights[scored] != 0).sum()
+    text = (f"    influence of {len(influence)}: {(influence > 0).sum()} +, "
+            f"{(influence < 0).sum()} -, {(influence == 0).sum()} zero; "
             f"mean {m['tracin/mean_ip']:.3g}, std {m['tracin/std_ip']:.3g}, "
             f"{m['tracin/min_ip']:.3g} to {m['tracin/max_ip']:.3g}; {kept} kept")
     if "tracin/target_rows" in m:
@@ -190,7 +189,7 @@ class Warned:
     AGAIN = 10      # iterations until a kind is printed again
 
     def __init__(self):
-        self.lines = {}         # {("WARNING" or "note", kind): its last line}
+        self.texts = {}         # {("WARNING" or "note", kind): its last sentence}
         self.iterations = {}    # {the same: iterations in which it came}
         self.printed = {}       # {the same: iteration in which it was last printed}
 
@@ -198,24 +197,23 @@ class Warned:
         """Print a problem, unless its kind was printed less than ten iterations ago. what: WARNING
         or note."""
         key = what, kind
-        self.lines[key] = f"{what}: {text}"
+        self.texts[key] = text
         self.iterations.setdefault(key, []).append(iteration)
         again = math.inf if kind == "zero" else self.AGAIN     # "zero" is right: print it once
         if iteration - self.printed.get(key, -again) >= again:
             self.printed[key] = iteration
-            print(self.lines[key], flush=True)
+            print(f"{what}: {text}", flush=True)
 
     def repeat(self):
         """Print the warnings again, each kind with its iterations."""
-        warnings = {key: line for key, line in self.lines.items() if key[0] == "WARNING"}
+        warnings = {key: text for key, text in self.texts.items() if key[0] == "WARNING"}
         if warnings:
             print("\nwarnings of this run, the last of each kind:")
-        for key, line in warnings.items():
-            its = self.iterations[key]
-            where = f"iteration {its[0]}"
-            if len(its) > 1:
-                where = f"{len(its)} iterations from {its[0]} to {its[-1]}"
-            print(f"  {where}: {line.removeprefix('WARNING: ')}")
+        for key, text in warnings.items():
+            first, *more = self.iterations[key]
+            where = f"{1 + len(more)} iterations from {first} to {more[-1]}" if more else (
+                f"iteration {first}")
+            print(f"  {where}: {text}")
 
 
 def print_warnings(m, cfg, dtype, warned, earlier=(), groups=None):

@@ -68,7 +68,7 @@ def test_lines_hold_what_the_rows_hold(run):
         rows = read_rows(os.path.join(run, f"{log}.jsonl"))
         line, = drawn[title]
         assert_line(line, [row["iteration"] for row in rows], [row[metric] for row in rows])
-        assert (line.get_marker() == "o") == (log == "eval"), "evaluations are marked"
+        assert len(line.get_markevery()) == len(rows) * (log == "eval"), "evaluations are marked"
 
 
 def test_seeds_of_a_run_are_their_mean_and_range(tmp_path):
@@ -113,7 +113,7 @@ def test_every_name_is_in_the_picture_beside_its_line(names, tmp_path, monkeypat
     figure = drawn_to_the_end(*folders)
     legend = figure.legends[0]
     found = ["".join(text.get_text().split()) for text in legend.get_texts()]
-    assert [name.replace("\\$", "$") for name in found] == ["".join(x.split()) for x in names]
+    assert found == ["".join(x.split()) for x in names]
     inside = figure.bbox.extents
     for text in legend.get_texts():
         x0, y0, x1, y1 = text.get_window_extent().extents
@@ -138,8 +138,7 @@ def test_a_value_without_neighbours_is_seen(tmp_path):
     for rewards, alone in (([0.5], [0]), (gaps, [0, 5]), ([0.1, 0.2], [])):
         run = make_run(tmp_path / str(len(rewards)), rewarded(*rewards))
         line, = figure_of(run)[0]["reward, mean"]
-        marked = line.get_markevery() if line.get_marker() not in ("None", None) else []
-        assert marked == alone, f"of {rewards} no line leads to these"
+        assert line.get_markevery() == alone, f"of {rewards} no line leads to these"
 
 
 def test_grpo_writes_every_metric_that_is_drawn(run_grpo, tmp_path):
@@ -179,14 +178,10 @@ def test_a_curve_is_in_its_picture(rewards, tmp_path):
 
 def test_what_cannot_be_drawn_is_one_line(run, tmp_path):
     assert_refused("'loss'", plot.main, [run, "--panels=kl,loss"])
-    assert_refused(".png", plot.main, [run, "--out=x.pdf"])
     assert_refused("nothing", plot.main, [str(tmp_path / "nothing")])
     for argv in ([], ["--out=x.png"], [run, "--colour=red"]):
         refusal(plot.main, argv)
     refusal(plot.main, [make_run(tmp_path / "empty")])
-    with open(f"{run}/metrics.jsonl", "w") as f:
-        f.write('{"iteration": 1, "reward": {}}')
-    assert_refused(run, plot.main, [run])
 
 
 @pytest.mark.parametrize("script", ["plot.py", "docs/lesson/lesson.py", "docs/lesson/influence.py"])
