@@ -863,11 +863,10 @@ MISTAKES = [
 
     # test_plot.py
     *of("plot.py", "test_plot.py::test_a_value_without_neighbours_is_seen",
-        ("a single value is not drawn", "alone = gap[:-2] & gap[2:]",
-         "alone = gap[:-2] & ~gap[:-2]")),
+        ("a single value is not drawn", "marked = gap[:-2] & gap[2:] | all_marked",
+         "marked = gap[:-2] & False | all_marked")),
     *of("plot.py", "test_plot.py::test_every_name_is_in_the_picture_beside_its_line",
-        ("long names leave the picture", "3 if max(map(len, names)) <= LETTERS / 4 else 1",
-         "3")),
+        ("long names leave the picture", "textwrap.fill(name, LETTERS)", "name")),
 
     # test_compiled.py
     *of("extras/compiled/__init__.py",

@@ -24,7 +24,7 @@ import grpo
 from common.files import ROOT
 from run.flags import notes, problems, problems_of_evaluation
 from run.meanings import meanings
-from run.settings import PARTS, Settings
+from run.settings import PARTS
 from test_report import EVERYTHING, GOOD, GROUPS, PLAIN, found
 from tracin import select
 from worlds import (
