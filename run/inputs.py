@@ -12,25 +12,32 @@ import sys
 import torch
 
 from common.files import ROOT
+from rollout import Sampling
 from run.settings import PARTS
 
-# settings that change what an evaluation measures, and what the metrics of an iteration do
+# settings and inputs that change, beside code, what an evaluation measures, and what the metrics of
+# an iteration do
 OF_EVALUATION = {
     "max_completion_length", "eval_temperature", "num_eval_generations", "reward_funcs",
-    "judge_score", "max_turns", "stop_strings"}
+    "judge_score", "max_turns", "stop_strings", "eval_prompts", "weights of judge",
+    "weights of eval_judge", "device", "dtype"}
 OF_ITERATION = {
-    "max_completion_length", "temperature", "top_k", "top_p", "min_p", "num_generations",
-    "reward_funcs", "reward_weights", "judge_score", "max_turns", "stop_strings"}
+    *Sampling._fields, "max_completion_length", "num_generations", "reward_funcs", "reward_weights",
+    "judge_score", "max_turns", "stop_strings", "prompts", "weights of judge"}
 
 
-def digest(content):
+def short_hash(content):
+    """Short hash of bytes."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def of_value(value):
     """Short hash of a value that JSON can write."""
-    text = json.dumps(content, default=lambda x: type(x).__name__)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return short_hash(json.dumps(value, default=lambda x: type(x).__name__).encode())
 
 
 def of_prompts(prompts):
-    return digest([[prompt.text, list(prompt.ids), prompt.row] for prompt in prompts])
+    return of_value([[prompt.text, list(prompt.ids), prompt.row] for prompt in prompts])
 
 
 def of_functions(source):
@@ -43,7 +50,7 @@ def of_functions(source):
         assigned = {getattr(target, "id", None) for target in targets}
         if not assigned or not assigned <= PARTS.keys():
             statements.append(ast.get_source_segment(source, node))
-    return digest(statements)
+    return of_value(statements)
 
 
 def of_code():
@@ -52,14 +59,10 @@ def of_code():
     hashes = {}
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None) or ""
-        parts = path.split(os.sep)
-        is_installed = "site-packages" in parts or "dist-packages" in parts
-        if path.startswith(os.path.dirname(os.__file__)) or is_installed:
-            continue
-        if path.endswith(".py") and os.path.isfile(path):
+        is_installed = path.startswith(os.path.dirname(os.__file__)) or "-packages" in path
+        if path.endswith(".py") and not is_installed and os.path.isfile(path):
             with open(path, "rb") as f:
-                name = os.path.relpath(path, ROOT) if path.startswith(ROOT + os.sep) else path
-                hashes[f"code in {name}"] = hashlib.sha256(f.read()).hexdigest()[:16]
+                hashes[f"code in {path.removeprefix(ROOT + os.sep)}"] = short_hash(f.read())
     return hashes
 
 
@@ -85,25 +88,12 @@ def changed_inputs(before, now):
     return {name: (before[name], x) for name, x in now.items() if before.get(name, x) != x}
 
 
-def makes_another_evaluation(name):
-    """Whether a change of this setting or input makes the measures before and after it
-    incomparable."""
-    inputs = ("eval_prompts", "weights of judge", "weights of eval_judge", "device", "dtype")
-    is_code = name.startswith(("code in", "functions in"))
-    return is_code or name in inputs or name in OF_EVALUATION
-
-
-def makes_another_iteration(name):
-    """The same for the metrics of iterations."""
-    is_code = name.startswith(("code in", "functions in"))
-    return is_code or name in ("prompts", "weights of judge") or name in OF_ITERATION
-
-
-def since_change(rows, changes, matters):
+def since_change(rows, changes, names):
     """-> (the rows of a log that can be compared with its last one, names of the changes that make
-    earlier rows incomparable). changes: [[iterations done, name, before, now]]. matters(name):
-    whether such a change does."""
-    changes = [change for change in changes if change[0] is not None and matters(change[1])]
-    last = max((done for done, *_ in changes), default=-1)
-    names = dict.fromkeys(name for done, name, *_ in changes if done == last)
-    return [row for row in rows if row["iteration"] > last], list(names)
+    earlier rows incomparable). changes: [[iterations done, name, before, now]]. names: those that
+    matter, OF_EVALUATION or OF_ITERATION; code always does."""
+    matter = [(done, name) for done, name, *_ in changes
+              if name in names or name.startswith(("code in", "functions in"))]
+    last = max((done for done, _ in matter), default=-1)
+    return ([row for row in rows if row["iteration"] > last],
+            list(dict.fromkeys(name for done, name in matter if done == last)))

@@ -12,7 +12,7 @@ from common.signals import interrupts
 from run.checkpoint import begin_logs, resume, write_run_config
 from run.evaluation import evaluate
 from run.folder import claimed_folder
-from run.inputs import makes_another_evaluation, since_change, what_was_read
+from run.inputs import OF_EVALUATION, since_change, what_was_read
 from run.log import MOST_UNSCORED, Log
 from run.metrics import kl_grad_share
 from run.policy import keep_base
@@ -167,7 +167,7 @@ class Run:
 
         # the first evaluation beside the last one, if both measure the same
         rows, why = since_change(
-            read_log(f"{self.folder}/eval.jsonl"), self.setup.changes, makes_another_evaluation)
+            read_log(f"{self.folder}/eval.jsonl"), self.setup.changes, OF_EVALUATION)
         if why:
             print(f"\nnot compared with the evaluations before: {', '.join(why)} changed; python "
                   f"evaluate.py {self.folder} measures before and after alike")
