@@ -20,10 +20,97 @@ and which words of them. Prints it and writes account.html into the run's folder
 
 A run that has functions needs its config file, too: RUN CONFIG.py. See docs/account.md.
 """
-from common.cli import run_script
+import inspect
+import math
+
+import grpo
+from common.cli import own_flags, run_script
 from common.errors import BadInput
 from common.processes import rank_and_size
-from extras.explain import story
+from extras.explain.account import account, replay, smoothness
+from extras.explain.page import show
+from extras.explain.question import labels_by, sentences_of, target_of
+from extras.explain.repeat import check_run, far_from_run, go_to, price_of, say_cost
+from extras.explain.tables import story_of
+from extras.explain.target import follow
+from extras.explain.told import say_smooth, told_of
+from loss import objective_of
+from run.checkpoint import newest_checkpoint, read_checkpoint
+from run.settings import load_settings
+
+FLAGS = dict(target="", prompt="", completion="", prompts="", account=False, by="", held_out=0,
+             exact=False, since=0, parts=1, hessian=True)
+SMOOTH = 0.70       # below it nothing is said of single rollouts left out (docs/account.md)
+
+
+def reward_in_words(cfg, name):
+    """What a reward is: its name, and what its own docstring says first."""
+    if name == "judge" and cfg.judge_score == "probability":
+        return f"the probability of not toxic by {cfg.judge}"
+    function = cfg.functions.get(name)      # None: a judge whose score is a logit
+    text = function and inspect.getdoc(function) or ""
+    first = " ".join(text.partition("\n\n")[0].split()).rstrip(".")
+    return f"{name} ({first})" if first else name
+
+
+def about_run(run, target):
+    """What an account is, of which run and which number."""
+    rewards = ", ".join(reward_in_words(run.cfg, name) for name in run.cfg.reward_funcs)
+    count = sum(len(batch.row_weights) for batch in run.batches.values())
+    return (f"An account says which of the rollouts that a run was trained on made a number rise "
+            f"or fall. The run: {run.folder}, trained for {rewards} (higher is better) on {count} "
+            f"rollouts, iterations {run.since + 1} to {run.shape[0]}. The number: {target.about}. "
+            "A rollout's share is an accounting entry along the run as it happened, not a "
+            "counterfactual: shares add up to the change, single ones may be large and cancel, and "
+            "none says what the number would be without the rollout.")
+
+
+def explain(folder, cfg, own):
+    """Print the account of a run and write RUN/account.html. own: the FLAGS."""
+    # which run, and which number
+    path = newest_checkpoint(folder)
+    last = read_checkpoint(path)
+    since, end = own["since"], last["iteration"]
+    if since >= end:
+        raise BadInput(f"--since={since}: must be below {end}, the iterations of {path}")
+    setup = grpo.prepare(cfg, grpo.read_inputs(cfg, may_train=False))
+    changed = check_run(setup, cfg, folder, path, last)
+    sentences = sentences_of(setup, cfg, own)
+    price = price_of(setup, folder, cfg, since, end, own["parts"])
+    count = max(2, cfg.num_eval_generations)        # completions of each held-out prompt
+    if not own["exact"]:
+        own["held_out"] = own["held_out"] or min(price.affordable, count * len(setup.eval_prompts))
+    target = target_of(setup, cfg, own, sentences, count)
+    # where a prediction can be trusted: docs/account.md. A factor that is detached is a constant to
+    # the Hessian, so a prediction would be wrong
+    detaches = getattr(objective_of(cfg), "detaches", False)
+    predicts = not target.rollouts and own["hessian"] and not detaches
+    say_cost(price, target, since, end, predicts, own["exact"])
+
+    # the run once more, and its account
+    run = replay(setup, cfg, go_to(setup, cfg, folder, since), since, end, folder)
+    if not run.steps:
+        raise BadInput(f"{path}: no optimizer step was taken since iteration {since}")
+    if own["target"] == "target":
+        target = target._replace(batch=run.steps[0].batch)
+    course = follow(target, run, own["parts"])
+    note = far_from_run(run, target, course, path, last, changed)
+    found = account(run, course, predicts=predicts)
+    smooth = smoothness(run) if predicts else math.nan
+    if not smooth >= SMOOTH:
+        found = found._replace(effects=None)
+
+    # what is told of it
+    by = own["by"]
+    labels = labels_by(run, by) if by else None
+    with_tokens = own["exact"] or not target.rollouts
+    numbers = []
+    for i, sentence in enumerate(sentences or [None]):
+        number = f"{i + 1}. " * (len(sentences) > 1)
+        story = story_of(run, target, course, found, i)
+        numbers.append(told_of(story, by, labels, sentence, with_tokens, number))
+    closing = [text for text in (say_smooth(smooth, SMOOTH), note) if text]
+    show(folder, about_run(run, target), numbers, closing)
 
 
 def main(argv):
@@ -32,7 +119,8 @@ def main(argv):
     if not argv or argv[0].startswith("-"):
         raise BadInput("usage: python tracin.py RUN [CONFIG.py] [--target=NAME] [--prompt=TEXT "
                        "--completion=TEXT] [--setting=value ...]; --help says more")
-    story.main(argv)
+    own, flags = own_flags(argv[1:], FLAGS)
+    explain(argv[0], load_settings([argv[0], *flags]), own)
 
 
 if __name__ == "__main__":

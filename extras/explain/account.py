@@ -1,6 +1,6 @@
 """
-The account of a run: which rollouts made a number rise or fall, and what would it be had one of
-them been left out?
+The account of a run: which rollouts made a number rise or fall, and what would it be without one of
+them?
 
 f is the number, a function of the weights: the expected reward on held-out prompts, the log-prob of
 a sentence (target.py). theta_0 .. theta_S are the weights along the S optimizer steps of a run, g
@@ -26,7 +26,9 @@ the one number.
 """
 import math
 import tempfile
+from collections import defaultdict
 from dataclasses import replace
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +54,7 @@ DRAWS = 3           # of the smoothness
 # the run, once more
 
 
-class Taken(NamedTuple):
+class RunStep(NamedTuple):
     """An optimizer step as the run took it."""
     it: int         # its iteration, from 0
     batch: Any      # loss.Batch, with the row_weights of this step
@@ -64,15 +66,40 @@ class Taken(NamedTuple):
     b1: float
     b2: float
     count: int      # of AdamW's steps, this one included
-    c1: float
-    c2: float
+
+    @property
+    def c1(self):
+        return 1 - self.b1 ** self.count
+
+    @property
+    def c2(self):
+        return 1 - self.b2 ** self.count
+
+
+class Replay(NamedTuple):
+    """A part of a run, once more."""
+    setup: Any
+    cfg: Any
+    folder: str
+    since: int      # iterations before the part
+    states: list    # before each step and after the last one: S + 1 of (3, W), weights, m and v
+    steps: list     # S of RunStep
+
+    @property
+    def shape(self):
+        """(I, N)."""
+        return self.steps[-1].it + 1, len(self.steps[0].batch.row_weights)
+
+    @property
+    def batches(self):
+        """{iteration: its Batch}. Its last step knows all weights of its rows."""
+        return {k.it: k.batch for k in self.steps}
 
 
 def replay(setup, cfg, start, since, end, folder):
-    """Repeat iterations start .. end - 1 as grpo.train did -> the states before each step since
-    iteration `since` and after the last one, (3, W) each, and these steps, S of Taken."""
+    """Repeat iterations start .. end - 1 as grpo.train did -> the Replay of those since `since`."""
     states = []
-    taken = []
+    steps = []
     check_optimizer(setup.optimizer)
     decay = decay_of(setup)                                                         # (W,)
     progress = Progress("replay", "iteration", end, start)
@@ -83,54 +110,51 @@ def replay(setup, cfg, start, since, end, folder):
 
         def watch(step, norm):
             if it >= since:
-                states.append(kept(state_of(setup), folder))
-                taken.append(step_of(setup, cfg, it, batch, step, float(norm), decay))
+                states.append(stored(state_of(setup), folder))
+                steps.append(run_step(setup, cfg, it, batch, step, float(norm), decay))
 
         grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), watch=watch)
         if follow := cfg.door("follow"):
             follow(setup, it + 1, cfg)
         if progress.is_due():
             progress.show(it + 1)
-    return [*states, kept(state_of(setup), folder)], taken
+    states.append(stored(state_of(setup), folder))
+    return Replay(setup, cfg, folder, since, states, steps)
 
 
 def check_optimizer(optimizer):
-    """Refuse another optimizer than the formulas above are of."""
-    name = type(optimizer).__name__
-    if type(optimizer) is not torch.optim.AdamW:
-        raise BadInput(f"optimizer {name}: an account knows the steps of torch.optim.AdamW alone")
+    """Refuse an optimizer that takes different steps than the formulas above."""
     first, *others = optimizer.param_groups
-    if first["amsgrad"] or first["maximize"]:
-        raise BadInput(f"optimizer {name}: an account knows neither amsgrad nor maximize")
-    for name in ("lr", "betas", "eps", "amsgrad", "maximize"):
-        if any(group[name] != first[name] for group in others):
-            raise BadInput(f"optimizer: its groups have several {name}; an account needs one")
+    same = ("lr", "betas", "eps", "amsgrad", "maximize")
+    if (type(optimizer) is not torch.optim.AdamW or first["amsgrad"] or first["maximize"]
+            or any(group[name] != first[name] for group in others for name in same)):
+        raise BadInput(
+            f"optimizer {type(optimizer).__name__}: an account knows torch.optim.AdamW alone, with "
+            "one lr, betas and eps for all weights, and without amsgrad and maximize")
 
 
 def decay_of(setup):
     """The weight decay (W,) of each trained weight."""
-    found = {p: group["weight_decay"] for group in setup.optimizer.param_groups
+    decay = {p: group["weight_decay"] for group in setup.optimizer.param_groups
              for p in group["params"]}
-    return flat(torch.full_like(p, found[p]) for p in setup.trained).detach()
+    return flat(torch.full_like(p, decay[p]) for p in setup.trained).detach()
 
 
-def step_of(setup, cfg, it, batch, step, norm, decay):
-    """A step that the run is about to take."""
-    # AdamW skips a weight without gradient. One that never has any stands still; of others it would
-    # have several counts
-    steps = {p: int(state["step"]) for p, state in setup.optimizer.state.items() if state}
-    moved = {1 + steps.get(p, 0) for p in setup.trained if p.grad is not None}
-    skipped = any(p.grad is None and p in steps for p in setup.trained)
+def run_step(setup, cfg, it, batch, step, norm, decay):
+    """The RunStep that the run is about to take."""
+    # AdamW skips a weight without gradient. One that never has any stands still; any other would
+    # have a count of its own
+    counts = {p: int(state["step"]) for p, state in setup.optimizer.state.items() if state}
+    moved = {1 + counts.get(p, 0) for p in setup.trained if p.grad is not None}
+    skipped = any(p.grad is None and p in counts for p in setup.trained)
     if len(moved) > 1 or skipped:
         raise BadInput(f"iteration {it + 1}: a weight has no gradient in some steps, which AdamW "
                        "skips; an account knows weights that have one always or never")
     count, = moved
     group = setup.optimizer.param_groups[0]     # all have the same, but for the decay
-    b1, b2 = group["betas"]
     clip = min(1.0, cfg.max_grad_norm / (norm + 1e-6)) if cfg.max_grad_norm else 1.0
     batch = replace(batch, row_weights=batch.row_weights.clone())
-    return Taken(it, batch, step, clip, group["lr"], decay, group["eps"],
-                 b1, b2, count, 1 - b1 ** count, 1 - b2 ** count)
+    return RunStep(it, batch, step, clip, group["lr"], decay, group["eps"], *group["betas"], count)
 
 
 def state_of(setup):
@@ -145,18 +169,14 @@ def flat(tensors):
     return torch.cat([x.flatten() for x in tensors])
 
 
-def kept(x, folder):
+def stored(x, folder):
     """x on the CPU: in memory while that lasts, then in nameless files of the folder, which end
     with the process."""
     x = x.cpu()
     if 20 * x.nbytes < free_memory(x.device):
         return x
-    try:
-        file = tempfile.TemporaryFile(dir=folder)
-        x.numpy().tofile(file)
-    except OSError as e:
-        raise BadInput(f"{folder}: no room for the weights on the way ({e.strerror}); take the "
-                       "last part of the run, --since=N") from e
+    file = tempfile.TemporaryFile(dir=folder)
+    x.numpy().tofile(file)
     return torch.from_numpy(np.memmap(file, x.numpy().dtype, "r+", shape=x.shape))
 
 
@@ -193,7 +213,7 @@ def gradient_in(k, before, after):
     return (after[1] - k.b1 * before[1]) / (1 - k.b1) / k.clip
 
 
-def taken_back(k, before, after, derivative, damping):
+def through_adamw(k, before, after, derivative, damping):
     """L_t (K, W), and (d_theta, d_m, d_v) before step k from those after it, without H. before,
     after: the states."""
     g = gradient_in(k, before, after)
@@ -209,12 +229,13 @@ def exact(setup):
 
 
 @full_precision()
-def hessian_times(setup, cfg, k, weights, directions):
+def hessian_times(run, k, weights, directions):
     """H d (K, W) of the loss of step k, in full precision: the derivative of <gradient, d>."""
+    setup = run.setup
     vector_to_parameters(weights, setup.trained)
     products = torch.zeros_like(directions)
     with sdpa_kernel(SDPBackend.MATH):      # no other attention has a second derivative
-        for loss, _ in losses(exact(setup), setup.policy, k.batch, k.step, cfg):
+        for loss, _ in losses(exact(setup), setup.policy, k.batch, k.step, run.cfg):
             g = gradient(loss.total, setup.trained, create_graph=True)
             for i, d in enumerate(directions):
                 products[i] += gradient(g @ d, setup.trained, retain_graph=True)
@@ -222,12 +243,13 @@ def hessian_times(setup, cfg, k, weights, directions):
 
 
 @full_precision()
-def multiplied(setup, cfg, k, weights, directions):
+def products_with(run, k, weights, directions):
     """Products (n, N) of directions (n, W) with the rollouts' parts of the gradient of step k, in
     full precision."""
+    setup = run.setup
     vector_to_parameters(weights, setup.trained)
     with Tape(setup.policy, len(k.batch.row_weights), all_reduce) as tape:
-        for loss, _ in taped_losses(tape, exact(setup), k.batch, k.step, cfg):
+        for loss, _ in taped_losses(tape, exact(setup), k.batch, k.step, run.cfg):
             loss.policy.backward()
     return torch.stack([tape.dot(by_parameter(setup, d)) for d in directions]).cpu()
 
@@ -259,31 +281,31 @@ def parts_of(setup, cfg):
     return ([], *parts) if len(parts) == 1 else (parts, None)
 
 
-def account(setup, cfg, states, taken, course, folder, predicts=True, damping=DAMPING):
-    """The Account of the target whose target.Course along these states is given. predicts: False
-    leaves out the effects, which take most of the time."""
+def account(run, course, predicts=True, damping=DAMPING):
+    """The Account of a Replay for the target whose Course along it is given. predicts: False leaves
+    out the effects, which take most of the time."""
+    setup, cfg = run.setup, run.cfg
     derivative = course.last, 0 * course.last, 0 * course.last
-    shape = len(course.last), taken[-1].it + 1, len(taken[0].batch.row_weights)
-    shares, effects = torch.zeros(2, *shape).double()
+    K = len(course.last)
+    shares, effects = torch.zeros(2, K, *run.shape).double()
     parts, left_over = parts_of(setup, cfg)
-    rest = {part: torch.zeros(shape[:2]).double()
-            for part in (*parts, left_over, "decay", "momentum") if part}
+    rest = defaultdict(lambda: torch.zeros(K, run.shape[0]).double())
     directions = []
-    progress = Progress("account", "step", len(taken))
-    steps = walk_back(setup, states, taken, course.means)
-    for done, (k, before, after, slope, G) in enumerate(steps, 1):
-        asked = G                                                                   # (n, W)
+    progress = Progress("account", "step", len(run.steps))
+    for done, (k, before, after, slope, G) in enumerate(backwards(run, course.means), 1):
+        wanted = G                                                                  # (n, W)
         if predicts:
-            L, derivative = taken_back(k, before, after, derivative, damping)
-            directions.append(kept(L, folder))
-            asked = torch.cat([G, L])
-        products = multiplied(setup, cfg, k, before[0], asked)                      # (n, N)
-        shares[:, k.it] += products[:len(G)]
+            L, derivative = through_adamw(k, before, after, derivative, damping)
+            directions.append(stored(L, run.folder))
+            wanted = torch.cat([G, L])
+        products = products_with(run, k, before[0], wanted)                         # (n, N)
+        shares[:, k.it] += products[:K]
         if predicts:
-            effects[:, k.it] += products[len(G):]
+            effects[:, k.it] += products[K:]
+            derivative[0] += hessian_times(run, k, before[0], L)
 
         # the gradient of the step, without the rollouts'
-        left = (G @ gradient_in(k, before, after)).cpu() - products[:len(G)].sum(1)     # (K,)
+        left = (G @ gradient_in(k, before, after)).cpu() - products[:K].sum(1)      # (K,)
         for part in parts:
             g = gradient_of(exact(setup), cfg, k.batch, k.step, part)
             product = (G @ flat(g.values())).cpu()
@@ -292,23 +314,20 @@ def account(setup, cfg, states, taken, course, folder, predicts=True, damping=DA
         if left_over:
             rest[left_over][:, k.it] += left
         rest["decay"][:, k.it] -= k.lr * (slope @ (k.decay * before[0])).cpu()
-        if predicts:
-            derivative[0] += hessian_times(setup, cfg, k, before[0], L)
         if progress.is_due():
             progress.show(done)
     # of what m held before the first step
     rest["momentum"][:, k.it] = k.b1 / (1 - k.b1) / k.clip * (G @ before[1]).cpu()
-    return Account(shares, effects if predicts else None, rest, directions[::-1])
+    return Account(shares, effects if predicts else None, dict(rest), directions[::-1])
 
 
-def walk_back(setup, states, taken, means):
-    """Each step, from the last to the first, with the states before and after it, the mean slope,
-    and G (K, W)."""
+def backwards(run, means):
+    """Each step, from the last to the first, with the states before and after it, the mean slope
+    (K, W), and G (K, W)."""
     U = 0.0
-    for k, before, after, slope in reversed(list(zip(taken, states, states[1:], means))):
-        before = before.to(setup.device)
-        after = after.to(setup.device)
-        slope = slope.to(setup.device)
+    steps = zip(run.steps, run.states, run.states[1:], means)
+    for k, *tensors in reversed(list(steps)):
+        before, after, slope = (x.to(run.setup.device) for x in tensors)
         U = k.b1 * U - k.lr / k.c1 * slope / ((after[2] / k.c2).sqrt() + k.eps)
         yield k, before, after, slope, (1 - k.b1) * k.clip * U
 
@@ -317,20 +336,20 @@ def walk_back(setup, states, taken, means):
 # the run on its own rollouts, once more
 
 
-def train_again(setup, cfg, states, taken, factors):
+def train_again(run, factors):
     """Weights (W,) at the end of the run on its own rollouts, with factors (I, N) on their losses.
     """
     # from where the run began, with what AdamW held there
-    sizes = [p.numel() for p in setup.trained]
-    theta, m, v = states[0].to(setup.device, copy=True)     # steps are in place
+    setup, cfg = run.setup, run.cfg
+    theta, *moments = run.states[0].to(setup.device, copy=True)     # steps are in place
     vector_to_parameters(theta, setup.trained)
-    for p, own_m, own_v in zip(setup.trained, m.split(sizes), v.split(sizes)):
-        step = torch.tensor(taken[0].count - 1.0, device=p.device)
-        setup.optimizer.state[p] = dict(
-            step=step, exp_avg=own_m.view_as(p), exp_avg_sq=own_v.view_as(p))
+    m, v = (by_parameter(setup, x) for x in moments)
+    for p in setup.trained:
+        step = torch.tensor(run.steps[0].count - 1.0, device=p.device)
+        setup.optimizer.state[p] = dict(step=step, exp_avg=m[p], exp_avg_sq=v[p])
 
     # its steps, as they were taken
-    for k in taken:
+    for k in run.steps:
         weights = k.batch.row_weights * factors[k.it].to(k.batch.row_weights)
         batch = replace(k.batch, row_weights=weights)
         for loss, _ in losses(setup, setup.policy, batch, k.step, cfg):
@@ -343,22 +362,18 @@ def train_again(setup, cfg, states, taken, factors):
     return flat(setup.trained).detach()
 
 
-def smoothness_by(setup, cfg, states, taken, seed):
+def smoothness_by(run, seed):
     """How far the signs agree of two movements of the last weights, by rollouts weighed 1 + 0.1 z
     in place of 1 and 1 + 0.2 z in place of 1 + 0.1 z (Engstrom et al. 2025, arXiv 2503.13751). z is
     one normal number for each rollout."""
-    z = torch.randn(taken[-1].it + 1, len(taken[0].batch.row_weights),
-                    generator=torch.Generator().manual_seed(seed))
-    ends = [states[-1][0].to(setup.device)]
-    ends += [train_again(setup, cfg, states, taken, 1 + size * z) for size in (0.1, 0.2)]
-    first = ends[1] - ends[0]
-    second = ends[2] - ends[1]
-    size = (first + second).abs()
-    return float((size * first.sign() * second.sign()).sum() / size.sum().clamp(min=1e-30))
+    z = torch.randn(run.shape, generator=torch.Generator().manual_seed(seed))
+    start = run.states[-1][0].to(run.setup.device)
+    middle, end = (train_again(run, 1 + size * z) for size in (0.1, 0.2))
+    size = (end - start).abs()
+    agree = (middle - start).sign() * (end - middle).sign()
+    return float((size * agree).sum() / size.sum().clamp(min=1e-30))
 
 
-def smoothness(setup, cfg, states, taken):
+def smoothness(run):
     """1 is smooth, 0 is chance: the mean of three draws, which may differ by 0.3."""
-    draws = [smoothness_by(setup, cfg, states, taken, seed_for("smoothness", i))
-             for i in range(DRAWS)]
-    return sum(draws) / DRAWS
+    return fmean(smoothness_by(run, seed_for("smoothness", i)) for i in range(DRAWS))

@@ -13,7 +13,7 @@ KNOWN = 2.4
 
 
 class Number(NamedTuple):
-    value: float
+    value: float            # NaN: not known
     error: float = 0.0      # standard error; 0: exact
     unit: str = ""          # " %", or none
 
@@ -23,28 +23,32 @@ class Number(NamedTuple):
         return abs(self.value) > KNOWN * self.error
 
     def text(self, digits):
-        """As "+0.113 ± 0.012", or "80 % ± 6"."""
-        if self.unit:
-            return f"{self.value:.0f}{self.unit}" + f" ± {self.error:.0f}" * (self.error > 0)
-        return f"{self.value:+.{digits}f}" + f" ± {self.error:.{digits}f}" * (self.error > 0)
+        """As "+0.113 ± 0.012", or "80 % ± 6"; "" if it is not known at all."""
+        if self.value != self.value:
+            return ""
+        digits, sign = (0, "") if self.unit else (digits, "+")
+        error = f" ± {self.error:.{digits}f}" if self.error > 0 else ""
+        return f"{self.value:{sign}.{digits}f}{self.unit}{error}"
 
 
-def total(parts, unit=""):
+def total(parts):
     """The Number whose parts are (F,)."""
     error = float(parts.std()) * math.sqrt(len(parts)) if len(parts) > 1 else 0.0
-    return Number(float(parts.sum()), error, unit)
+    return Number(float(parts.sum()), error)
 
 
 def percent(parts, whole):
-    """The Number of what parts (F,) have of whole (F,), in percent: "" where the whole is not
+    """The Number of what parts (F,) have of whole (F,), in percent: NaN where the whole is not
     known."""
     if not total(whole).is_known:
-        return ""
+        return Number(math.nan)
     ratio = float(parts.sum() / whole.sum())
     noise = total(parts - ratio * whole).error
     return Number(100 * ratio, 100 * noise / abs(float(whole.sum())), " %")
 
 
 def text_of(cell, digits):
-    """A cell of a table, or a word of a sentence."""
+    """A cell of a table. digits: of a Number, behind the point."""
+    if isinstance(cell, float):
+        return "" if math.isnan(cell) else f"{cell:.3g}"
     return cell.text(digits) if isinstance(cell, Number) else str(cell)

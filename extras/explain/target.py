@@ -25,7 +25,7 @@ from common.device import full_precision
 from common.doors import target_number
 from common.progress import Progress
 from common.seeds import seed_for
-from extras.explain.account import exact, flat, gradient, kept
+from extras.explain.account import exact, flat, gradient, stored
 from judge.rewards import reward_facts, score
 from rollout import completion_logprobs
 from run.sampling import sample_completions
@@ -56,8 +56,6 @@ class HeldOut(NamedTuple):
     prompts: list
     count: int          # completions of each prompt
 
-    is_sampled = True
-
     @property
     def title(self):
         return f"held-out {self.name}"
@@ -65,7 +63,7 @@ class HeldOut(NamedTuple):
     @property
     def about(self):
         return (f"the mean {self.name} of {self.rollouts} completions of {len(self.prompts)} "
-                "held-out prompts, those of the evaluation")
+                "held-out prompts of the evaluation")
 
     @property
     def rollouts(self):
@@ -73,25 +71,24 @@ class HeldOut(NamedTuple):
 
     @property
     def folds_of(self):
-        """What the folds are of: the prompts, which stand for others like them; or the completions,
-        where there are no others: one prompt, or prompts that are trained on, too."""
+        """What is in folds: the prompts, as a sample of others like them; or the completions, where
+        there is one prompt, or all prompts are trained on, too."""
         trained_on = {prompt.text for prompt in self.setup.prompts}
         is_new = any(prompt.text not in trained_on for prompt in self.prompts)
         return "prompts" if is_new and len(self.prompts) > 1 else "completions"
 
     @full_precision()
     def sample(self):
-        """Completions of the prompts by the policy as it is, always with the same random numbers:
-        those of the evaluation -> Rollout, scores (N, number of functions). In full precision, as
-        the slope is: in bfloat16 another policy draws, and the sum of the default job was 13 %
-        off."""
+        """Completions of the prompts by the policy as it is, always with the random numbers of the
+        evaluation -> Rollout, scores (N, number of functions). In full precision, as the slope is:
+        drawn in bfloat16, the sum of the default job was 13 % off."""
         cfg = self.cfg
         how = replace(cfg.untruncated(cfg.eval_temperature), num_generations=self.count,
                       decode_batch_size=AT_ONCE)
         rollout, prompts, completions = sample_completions(
             exact(self.setup), self.setup.policy, self.prompts, how, seed_for("evaluation"))
-        # a reward that asks is told the iteration of the last evaluation, at all of the weights: of
-        # one that changes on the way there is no slope
+        # the iteration of the last evaluation, at all weights: a reward that changes on the way has
+        # no slope
         facts = reward_facts(rollout, cfg.max_iters, self.count)
         return rollout, score(self.functions, prompts, completions, facts)
 
@@ -112,8 +109,8 @@ class HeldOut(NamedTuple):
         if not with_slope:
             return Point(values, parts, None)
         carries = signal != 0       # not so where rewards are equal
-        rows = [(carries & (fold == f)).nonzero()[:, 0] for f in range(folds)]
-        slopes = [self.slope_of(rollout, signal, some) for some in rows]
+        slopes = [self.slope_of(rollout, signal, (carries & (fold == f)).nonzero()[:, 0])
+                  for f in range(folds)]
         return Point(values, parts, torch.stack(slopes))
 
     @full_precision()
@@ -121,19 +118,18 @@ class HeldOut(NamedTuple):
         """What these rows add to the slope (W,): grad of the sum of signal x log-prob."""
         total = torch.zeros_like(flat(self.setup.trained))
         signal = signal.to(rollout.logp)
-        for some in rows.to(rollout.logp.device).split(self.cfg.micro_batch_size):
-            if not len(some):       # no row at all
-                break
-            logp = completion_logprobs(
-                self.setup.policy, rollout[some], self.cfg.eval_temperature).sum(1)
-            total = total + gradient((logp * signal[some]).sum(), self.setup.trained)
+        for few in rows.to(rollout.logp.device).split(self.cfg.micro_batch_size):
+            if len(few):
+                logp = completion_logprobs(
+                    self.setup.policy, rollout[few], self.cfg.eval_temperature).sum(1)
+                total += gradient((logp * signal[few]).sum(), self.setup.trained)
         return total
 
 
 def centred(scores, weights, count):
-    """What each of N completions adds to the mean reward (N,), and what its log-prob is multiplied
-    with for the slope (N,). scores (N, number of functions), NaN where one abstains: the mean is
-    that of the known ones. count: completions of a prompt, side by side."""
+    """What each of N completions adds to the mean reward (N,), and the factor of its log-prob in
+    the slope (N,). scores (N, number of functions), NaN where one abstains: the mean is over known
+    scores. count: completions of a prompt, side by side."""
     known = ~scores.isnan()
     n = known.sum(0).clamp(min=1)
     value = (scores.nan_to_num() / n) @ weights
@@ -146,9 +142,9 @@ def centred(scores, weights, count):
 
 
 def thinned(signal, seed):
-    """signal (N,) with most of its small numbers set to 0, and the others of these made larger, so
-    that on average nothing changes: a reward tells most completions hardly apart, and a backward
-    pass of each would take the most time of an account. The largest tenth stays as it is."""
+    """signal (N,) with most of its small numbers set to 0, and the rest of these made larger, so
+    that on average nothing changes: a reward hardly tells most completions apart, and a backward
+    pass for each would take most of an account's time. The largest tenth stays as it is."""
     size = signal.abs()
     likely = (size / size.quantile(1 - SURE)).clamp(max=1)      # (N,) to be drawn; NaN: 0 / 0
     generator = torch.Generator().manual_seed(seed)
@@ -166,10 +162,9 @@ class Sentences(NamedTuple):
     cfg: Any
     rollout: Any        # a Rollout of K rows
 
-    is_sampled = False
     title = "log p"
     about = "the log-prob of a sentence"
-    rollouts = 0        # that are sampled for it
+    rollouts = 0        # none is sampled: the number is exact
     folds_of = ""
 
     @full_precision()
@@ -190,7 +185,6 @@ class Function(NamedTuple):
     cfg: Any
     batch: Any
 
-    is_sampled = False
     title = "target"
     about = "the number that target(policy, tokenizer, batch) of the config file returns"
     rollouts = 0
@@ -222,27 +216,25 @@ class Course(NamedTuple):
         return self.values[-1] - self.values[0]
 
 
-def follow(target, states, folder, parts=1):
-    """The Course of a target along the states of a run. The mean slope on the straight line of a
-    step is that of `parts` parts of it, by the trapezoid rule: 1 takes the mean of both ends."""
-    progress = Progress("target", "point", (len(states) - 1) * parts + 1)
-    start = end = target.at(states[0][0])
+def follow(target, run, pieces=1):
+    """The Course of a target along a Replay. The mean slope on the straight line of a step is by
+    the trapezoid rule over `pieces` of it: 1 takes the mean of both ends."""
+    progress = Progress("target", "point", len(run.steps) * pieces + 1)
+    start = end = target.at(run.states[0][0])
     values = [start.value]
     gains = []
     means = []
-    for t, (before, after) in enumerate(zip(states, states[1:]), 1):
+    for t, (before, after) in enumerate(zip(run.states, run.states[1:]), 1):
         # the end of one step is the start of the next
         way = after[0] - before[0]
-        slopes = [end.slope]
-        slopes += [target.at(before[0] + way * (i / parts)).slope for i in range(1, parts)]
+        mean = end.slope / 2 + sum(
+            target.at(before[0] + way * (i / pieces)).slope for i in range(1, pieces))
         end = target.at(after[0])
-        slopes.append(end.slope)
-        shares = [0.5, *[1.0] * (parts - 1), 0.5]
-        mean = sum(share * slope for share, slope in zip(shares, slopes)) / parts
+        mean = (mean + end.slope / 2) / pieces
         values.append(end.value)
         gains.append((mean @ way.to(mean)).double().cpu())
-        means.append(kept(mean, folder))
+        means.append(stored(mean, run.folder))
         if progress.is_due():
-            progress.show(t * parts + 1)
+            progress.show(t * pieces + 1)
     return Course(torch.stack(values), torch.stack(gains), [start.parts, end.parts], means,
                   end.slope)

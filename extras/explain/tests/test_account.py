@@ -11,12 +11,12 @@ import tracin
 from common.seeds import seed_for
 from extras.explain import target as targets
 from extras.explain.account import (
-    account, flat, replay, smoothness, smoothness_by, train_again, walk_back)
+    account, backwards, flat, replay, smoothness, smoothness_by, train_again)
 from extras.explain.groups import at_random, rows_of, splits_of, sums_of
 from extras.explain.number import total
-from extras.explain.story import row_of
+from extras.explain.question import row_of
+from extras.explain.tables import token_parts
 from extras.explain.target import HeldOut, Sentences, follow, thinned
-from extras.explain.told import token_parts
 from rollout import completion_logprobs, concatenate, generate
 from run.optimizer import learning_rate
 from worlds import TOKENIZER, forcing, number_gpt, refusal, settings, setup_of, shaken, skip_without
@@ -89,7 +89,7 @@ def setup_for(cfg, answers=False):
 
 
 def run_of(knobs, tmp_path, iterations=ITERATIONS, **more):
-    """A run and a sentence that it says."""
+    """A Replay and a sentence that it says."""
     knobs = dict(functions=odd_reward, max_iters=iterations, learning_rate=0.02) | knobs | more
     for extra in ("lora_rank", "critic"):
         if extra in knobs:
@@ -99,17 +99,15 @@ def run_of(knobs, tmp_path, iterations=ITERATIONS, **more):
     cfg = settings(**knobs)
     cfg = replace(cfg, functions=cfg.functions | FUNCTIONS, tracin_select=select)
     setup = setup_for(cfg, answers)
-    states, taken = replay(setup, cfg, 0, 0, iterations, str(tmp_path))
-    assert taken[0].it == 0, "the first iteration took no step"
-    sentence = row_of([2, 3], [4, 1, 0], setup.device)
-    return setup, cfg, states, taken, sentence
+    run = replay(setup, cfg, 0, 0, iterations, str(tmp_path))
+    assert run.steps[0].it == 0, "the first iteration took no step"
+    return run, row_of([2, 3], [4, 1, 0], setup.device)
 
 
-def account_of(world, sentence, tmp_path, parts=1, **how):
+def account_of(run, sentence, pieces=1, **how):
     """The Course and the Account of a sentence, or of some."""
-    setup, cfg, states, taken, _ = world
-    course = follow(Sentences(setup, cfg, sentence), states, str(tmp_path), parts)
-    return course, account(setup, cfg, states, taken, course, str(tmp_path), **how)
+    course = follow(Sentences(run.setup, run.cfg, sentence), run, pieces)
+    return course, account(run, course, **how)
 
 
 def held_out_of(setup, cfg, count=6):
@@ -140,16 +138,17 @@ def part(setup, cfg, k, i, name="policy"):
     return flat(tracin.gradient_of(setup, cfg, batch, k.step, name).values())
 
 
-def by_hand(setup, cfg, states, taken, slopes):
+def by_hand(run, slopes):
     """Shares (I, N) with AdamW's moments unrolled for each rollout alone. slopes: of the target at
     each state."""
+    setup, cfg, *_, states, steps = run
     b1, b2 = cfg.adam_beta1, cfg.adam_beta2
     eps = setup.optimizer.param_groups[0]["eps"]
     weights = [x[0] for x in states]
     v = torch.zeros_like(weights[0])
     per_unit = []       # what a unit of m does to the sentence in each step
     clips = []
-    for t, k in enumerate(taken):
+    for t, k in enumerate(steps):
         vector_to_parameters(weights[t], setup.trained)
         g = whole(setup, cfg, k)
         limit = cfg.max_grad_norm or float("inf")
@@ -159,12 +158,12 @@ def by_hand(setup, cfg, states, taken, slopes):
         slope = (slopes[t] + slopes[t + 1]) / 2
         rate = learning_rate(k.it, cfg)
         per_unit.append(-rate / c1 / ((v / c2).sqrt() + eps) * slope)
-    shares = torch.zeros(taken[-1].it + 1, len(taken[0].batch.row_weights))
-    for s, k in enumerate(taken):
+    shares = torch.zeros(run.shape)
+    for s, k in enumerate(steps):
         vector_to_parameters(weights[s], setup.trained)
         for i in k.step.rows.tolist():
             m = (1 - b1) * clips[s] * part(setup, cfg, k, i)
-            for t in range(s, len(taken)):
+            for t in range(s, len(steps)):
                 shares[k.it, i] += per_unit[t] @ m
                 m = b1 * m
     return shares
@@ -192,16 +191,16 @@ def held_out_slope_by_hand(setup, cfg, weights, count):
 @pytest.mark.parametrize("kind", KINDS)
 def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
     """Of a sentence's log-prob, and of the reward on held-out prompts."""
-    world = run_of(KINDS[kind], tmp_path)
-    setup, cfg, states, taken, sentence = world
-    weights = [x[0] for x in states]
-    course, found = account_of(world, sentence, tmp_path, predicts=False)
-    check_shares(world, found, [slope_by_hand(setup, cfg, x, sentence) for x in weights])
+    run, sentence = run_of(KINDS[kind], tmp_path)
+    setup, cfg = run.setup, run.cfg
+    weights = [x[0] for x in run.states]
+    course, found = account_of(run, sentence, predicts=False)
+    check_shares(run, found, [slope_by_hand(setup, cfg, x, sentence) for x in weights])
 
-    course = follow(held_out_of(setup, cfg), states, str(tmp_path))
-    found = account(setup, cfg, states, taken, course, str(tmp_path), predicts=False)
+    course = follow(held_out_of(setup, cfg), run)
+    found = account(run, course, predicts=False)
     by_score = [held_out_slope_by_hand(setup, cfg, x, 6) for x in weights]
-    check_shares(world, found, [slope for slope, _ in by_score])
+    check_shares(run, found, [slope for slope, _ in by_score])
     for t, (_, value) in enumerate(by_score):
         assert abs(course.values[t].sum() - value) < 1e-9
     off = (course.gains.sum(0) - found.together).abs().max()
@@ -210,23 +209,22 @@ def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
 
 def test_what_the_rollouts_leave_of_a_gradient_is_the_rest_of_the_loss(tmp_path):
     """The share of one part alone takes no pass of its own, and is that of such a pass."""
-    world = run_of(KINDS["lora"] | dict(lora_rank=0), tmp_path)
-    setup, cfg, states, taken, sentence = world
-    course, found = account_of(world, sentence, tmp_path, predicts=False)
+    run, sentence = run_of(KINDS["lora"] | dict(lora_rank=0), tmp_path)
+    course, found = account_of(run, sentence, predicts=False)
     by_pass = torch.zeros(ITERATIONS).double()
-    for k, before, _, _, G in walk_back(setup, states, taken, course.means):
-        vector_to_parameters(before[0].clone(), setup.trained)
-        g = flat(tracin.gradient_of(setup, cfg, k.batch, k.step, "kl").values())
+    for k, before, _, _, G in backwards(run, course.means):
+        vector_to_parameters(before[0].clone(), run.setup.trained)
+        g = flat(tracin.gradient_of(run.setup, run.cfg, k.batch, k.step, "kl").values())
         by_pass[k.it] += float(G[0] @ g)
     assert by_pass[1:].abs().min() > 0
     assert (found.rest["kl"][0] - by_pass).abs().max() < 1e-9 * found.shares.abs().max()
 
 
-def permuted(shares, taken, seed):
+def permuted(shares, steps, seed):
     """Shares (F, I, N), had the gradients of each step been dealt out among its rollouts."""
     generator = torch.Generator().manual_seed(seed)
     dealt = shares.clone()
-    for k in taken:     # of one step in each iteration
+    for k in steps:     # of one step in each iteration
         rows = k.step.rows
         dealt[:, k.it, rows] = shares[:, k.it, rows[torch.randperm(len(rows), generator=generator)]]
     return dealt
@@ -239,19 +237,18 @@ def test_a_permuted_account_has_the_same_sum_and_its_groups_tell_nothing(tmp_pat
         return [(prompt == min(prompts)) * sum(map(text.count, "13579"))
                 for prompt, text in zip(prompts, completions)]
 
-    world = run_of(dict(functions=odd, num_generations=64), tmp_path, learning_rate=1e-3)
-    setup, cfg, states, taken, _ = world
-    course = follow(held_out_of(setup, cfg, 200), states, str(tmp_path))
-    shares = account(setup, cfg, states, taken, course, str(tmp_path), predicts=False).shares
+    run, _ = run_of(dict(functions=odd, num_generations=64), tmp_path, learning_rate=1e-3)
+    course = follow(held_out_of(run.setup, run.cfg, 200), run)
+    shares = account(run, course, predicts=False).shares
 
     def away(shares):       # how far the group furthest from chance is, in standard deviations
-        rows = rows_of(taken, shares)
+        rows = rows_of(run, shares)
         split = splits_of(rows)["prompt"]
         sums = sums_of(rows, split).sum(0)
         return max(abs(float(x) - chance.value) / chance.error
                    for x, chance in zip(sums, at_random(rows, split)) if chance.error)
 
-    dealt = [permuted(shares, taken, seed) for seed in range(40)]
+    dealt = [permuted(shares, run.steps, seed) for seed in range(40)]
     for one in dealt:
         assert (one.sum((1, 2)) - shares.sum((1, 2))).abs().max() < 1e-9
     by_chance = sorted(map(away, dealt))
@@ -259,8 +256,8 @@ def test_a_permuted_account_has_the_same_sum_and_its_groups_tell_nothing(tmp_pat
     assert away(shares) > by_chance[-1], "the groups of the run tell no more than permuted ones"
 
 
-def check_shares(world, found, slopes):
-    setup, cfg, states, taken, _ = world
+def check_shares(run, found, slopes):
+    setup, cfg, *_, states, steps = run
     weights = [x[0] for x in states]
     along = sum(float((a + b) / 2 @ (y - x))
                 for a, b, x, y in zip(slopes, slopes[1:], weights, weights[1:]))
@@ -270,34 +267,33 @@ def check_shares(world, found, slopes):
     parts = {name for name, share in found.rest.items() if share.any()}
     assert bool(parts & {"kl", "entropy", "critic"}) == cfg.has_rest
     assert ("decay" in parts) == (cfg.weight_decay > 0)
-    error = (shares - by_hand(setup, cfg, states, taken, slopes)).abs().max()
+    error = (shares - by_hand(run, slopes)).abs().max()
     assert error < 1e-9 * size, "a share is not its rollout's own"
     if cfg.tracin != "off" and not cfg.mini_batch_size:
-        dropped = torch.stack([k.batch.row_weights == 0 for k in taken if k.step.epoch == 0])
+        dropped = torch.stack([k.batch.row_weights == 0 for k in steps if k.step.epoch == 0])
         assert dropped.any() and not shares[dropped].any(), "a dropped rollout has a share"
 
 
 @pytest.mark.parametrize("kind", ["mini-batches and passes", "environment"])
 def test_words_of_a_rollout_add_up(kind, tmp_path):
     """To its share, and to its effect."""
-    world = run_of(KINDS[kind], tmp_path)
-    setup, cfg, states, taken, sentence = world
-    course, found = account_of(world, sentence, tmp_path, parts=3)
-    places = [(k.it, int(j)) for k in taken for j in k.step.rows]
-    steps = list(walk_back(setup, states, taken, course.means))[::-1]
+    run, sentence = run_of(KINDS[kind], tmp_path)
+    course, found = account_of(run, sentence, pieces=3)
+    places = [(k.it, int(j)) for k in run.steps for j in k.step.rows]
+    steps = list(backwards(run, course.means))[::-1]
     for expected, directions in ((found.shares[0], [G[0] for *_, G in steps]),
                                  (found.effects[0], [L[0] for L in found.directions])):
-        words = token_parts(setup, cfg, states, taken, directions, set(places))
+        words = token_parts(run, directions, set(places))
         for place in places:
             assert abs(words[place].sum() - expected[place]) < 1e-9 * expected.abs().max()
 
 
-def straight_error(kind, tmp_path, rate, parts=1):
+def straight_error(kind, tmp_path, rate, pieces=1):
     """How far the sums are from the true changes of some sentences, relative to their shares. One
     iteration: the rollouts are the same at any rate."""
-    world = run_of(KINDS[kind], tmp_path, 1, learning_rate=rate)
-    sentences = concatenate([row_of([2, 3], [4, i, 0], world[0].device) for i in range(1, 6)])
-    course, found = account_of(world, sentences, tmp_path, parts, predicts=False)
+    run, _ = run_of(KINDS[kind], tmp_path, 1, learning_rate=rate)
+    sentences = concatenate([row_of([2, 3], [4, i, 0], run.setup.device) for i in range(1, 6)])
+    course, found = account_of(run, sentences, pieces, predicts=False)
     return float((found.together - course.change).norm() / found.shares.abs().sum((1, 2)).norm())
 
 
@@ -308,7 +304,7 @@ def test_small_steps_are_a_straight_line(kind, tmp_path):
     assert error < 1e-4, f"small steps: off by {error:.1e} of the shares"
     half = straight_error(kind, tmp_path, 1e-5)
     assert 3.5 < error / half < 4.5, f"half the step: errors {error:.1e}, {half:.1e}: no quarter"
-    finer = straight_error(kind, tmp_path, 1e-5, parts=4)
+    finer = straight_error(kind, tmp_path, 1e-5, pieces=4)
     assert 14 < half / finer < 18, f"four parts: errors {half:.1e}, {finer:.1e}: no sixteenth"
 
 
@@ -319,11 +315,12 @@ def test_small_steps_are_a_straight_line(kind, tmp_path):
 def trained_again(world, factors):
     """f and the weights at the end of the run on its own rollouts, by grpo.update, with factors
     (I, N) on their losses."""
-    setup, cfg, states, taken, sentence = world
+    run, sentence = world
+    setup, cfg, *_, states, steps = run
     vector_to_parameters(states[0][0].clone(), setup.trained)       # steps are in place
     setup.optimizer.state.clear()
     cfg = replace(cfg, tracin="off")        # rollouts are weighed as they were
-    for k in {k.it: k for k in taken}.values():     # the last step knows all weights
+    for k in {k.it: k for k in steps}.values():     # the last step knows all weights
         batch = replace(k.batch, row_weights=k.batch.row_weights * factors[k.it])
         grpo.set_learning_rate(setup.optimizer, k.it, cfg)
         grpo.update(setup, batch, None, cfg, seed_for(cfg.seed, "rows", k.it))
@@ -335,18 +332,18 @@ def trained_again(world, factors):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "cispo"])    # is refused
 def test_the_derivative_is_that_of_training_again(kind, tmp_path):
     world = run_of(KINDS[kind], tmp_path)
-    setup, cfg, states, taken, sentence = world
-    _, found = account_of(world, sentence, tmp_path, damping=0.0)
+    run, sentence = world
+    _, found = account_of(run, sentence, damping=0.0)
     effects = found.effects[0]                                          # (iterations, N)
     ones = torch.ones_like(effects)
     f, theta = trained_again(world, ones)
-    assert (theta - states[-1][0]).abs().max() < 1e-9, "training again is another run"
-    same = train_again(setup, cfg, states, taken, ones)
-    assert (same - states[-1][0]).abs().max() < 1e-9, "repeating its steps is another run"
+    assert (theta - run.states[-1][0]).abs().max() < 1e-9, "training again is another run"
+    same = train_again(run, ones)
+    assert (same - run.states[-1][0]).abs().max() < 1e-9, "repeating its steps is another run"
     size = float(effects.abs().max())
     assert size > 0
     compared = 0
-    for it in (taken[0].it, taken[-1].it):
+    for it in (run.steps[0].it, run.steps[-1].it):
         for i in effects[it].abs().topk(2).indices.tolist():
             e = torch.zeros_like(effects)
             e[it, i] = 1e-6
@@ -367,10 +364,10 @@ def test_smoothness_is_that_of_three_trainings(tmp_path):
     agree = torch.where((middle - start) * (end - middle) > 0, 1.0, -1.0)
     weights = (end - start).abs()
     by_hand = float((agree * weights).sum() / weights.sum())
-    assert abs(smoothness_by(*world[:4], seed=7) - by_hand) < 1e-6
-    draws = [smoothness_by(*world[:4], seed_for("smoothness", i)) for i in range(3)]
+    assert abs(smoothness_by(world[0], seed=7) - by_hand) < 1e-6
+    draws = [smoothness_by(world[0], seed_for("smoothness", i)) for i in range(3)]
     assert len(set(draws)) == 3
-    assert smoothness(*world[:4]) == pytest.approx(sum(draws) / 3), "the mean of three draws"
+    assert smoothness(world[0]) == pytest.approx(sum(draws) / 3), "the mean of three draws"
     assert by_hand < 1
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from extras.explain.account import account, replay
-from extras.explain.story import row_of
+from extras.explain.question import row_of
 from extras.explain.target import HeldOut, Sentences, follow
 from rollout import completion_logprobs
 from worlds import number_gpt, settings, setup_of, shaken
@@ -36,10 +36,9 @@ def test_held_out_completions_are_drawn_by_the_policy_whose_slope_is_taken(half)
 def test_parts_add_up_to_the_steps_that_were_taken(half, tmp_path):
     """What the run's own passes rounded is a part by name, and a small one."""
     setup, cfg = half
-    states, taken = replay(setup, cfg, 0, 0, 2, str(tmp_path))
-    target = Sentences(setup, cfg, row_of([2, 3], [4, 1, 0], setup.device))
-    course = follow(target, states, str(tmp_path))
-    found = account(setup, cfg, states, taken, course, str(tmp_path), predicts=False)
+    run = replay(setup, cfg, 0, 0, 2, str(tmp_path))
+    course = follow(Sentences(setup, cfg, row_of([2, 3], [4, 1, 0], setup.device)), run)
+    found = account(run, course, predicts=False)
     size = float(found.shares.abs().sum())
     off = abs(float(course.gains.sum() - found.together.sum()))
     assert off < 1e-4 * size, f"{off / size:.1e} of the shares in size have no name"
