@@ -209,7 +209,7 @@ def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
 
 def test_what_the_rollouts_leave_of_a_gradient_is_the_rest_of_the_loss(tmp_path):
     """The share of one part alone takes no pass of its own, and is that of such a pass."""
-    run, sentence = run_of(KINDS["lora"] | dict(lora_rank=0), tmp_path)
+    run, sentence = run_of(CURVED, tmp_path)
     course, found = account_of(run, sentence, predicts=False)
     by_pass = torch.zeros(ITERATIONS).double()
     for k, before, _, _, G in backwards(run, course.means):
