@@ -134,7 +134,7 @@ def main(top):
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py", "*.md"]
     listed = subprocess.run(command, cwd=top, capture_output=True, text=True, check=True)
     files = {path: (top / path).read_text(encoding="utf-8") for path in listed.stdout.split()
-             if (top / path).is_file() and not path.startswith((".ci/", "tools/"))}
+             if (top / path).is_file() and not path.startswith(".ci/")}
     pages = {path: text for path, text in files.items() if path.endswith(".md")}
     tests = {path: text for path, text in files.items() if "tests" in path.split("/")[:-1]}
     code = {path: files[path] for path in sorted(files.keys() - pages.keys() - tests.keys())}

@@ -202,12 +202,6 @@ def has_table(text):
     return "after/before" in text
 
 
-def test_a_run_whose_files_are_the_same_says_nothing_and_compares(start, files):
-    start(files / "run", *OWN, str(files / "own.py"), "--max_iters=2")
-    text = goes_on(start, files)
-    assert not said(text) and has_table(text)
-
-
 @pytest.mark.parametrize("name, content, what, compares", [
     ("pp.txt", "idiots like\nshut up you\nstupid\ngo on\n", "prompts", True),
     ("pe.txt", "idiots like\nshut up you\nstupid\ngo on\n", "eval_prompts", False),

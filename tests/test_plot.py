@@ -18,10 +18,6 @@ from worlds import assert_refused, command, printed, read_rows, refusal, write_r
 
 METRICS = [metric for _, log, metric in plot.PANELS if log == "metrics"]
 TITLES = [title for title, *_ in plot.PANELS]
-def title_of(metric):
-    return next(title for title, _, name in plot.PANELS if name == metric)
-
-
 def make_run(folder, rows=(), evaluations=(), source=None, **settings):
     os.makedirs(folder)
     settings = {"out_dir": str(folder), "seed": 1, "beta": 0.1} | settings
@@ -120,17 +116,6 @@ def test_every_name_is_in_the_picture_beside_its_line(names, tmp_path, monkeypat
         assert inside[0] <= x0 < x1 <= inside[2] and inside[1] <= y0 < y1 <= inside[3]
     for ax in figure.axes:
         assert not legend.get_window_extent().overlaps(ax.get_tightbbox()), "it hides a panel"
-
-
-def test_runs_are_told_apart_without_colour_too(tmp_path):
-    evaluations = [{"iteration": 0, "ended": 0.5}]
-    runs = [make_run(tmp_path / f"{i}", rewarded(0.5, 0.6), evaluations, beta=i)
-            for i in range(12)]
-    drawn, _ = figure_of(*runs)
-    looks = {(line.get_marker(), line.get_linestyle()) for line in drawn[title_of("ended")]}
-    assert len(looks) == 12
-    looks = {(line.get_color(), line.get_linestyle()) for line in drawn["reward, mean"]}
-    assert len(looks) == 12
 
 
 def test_a_value_without_neighbours_is_seen(tmp_path):

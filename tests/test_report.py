@@ -104,15 +104,6 @@ def test_the_numbered_lines_have_memory_times_scores_and_losses(clock):
             "influence": 2.0, "update": 1.0, "sync": 0.25}, "time is booked elsewhere"
 
 
-def test_lines_are_dim_on_a_terminal_alone(monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert report.dimmed("[Micro 0]") == "[Micro 0]", "a file has escape codes in it"
-    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
-    assert report.dimmed("[Micro 0]") == "\033[2m[Micro 0]\033[0m"
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert report.dimmed("[Micro 0]") == "[Micro 0]"
-
-
 METRICS = {
     "iteration": 12, "loss": -0.0111, "policy_loss": -0.0111, "kl_loss": 0.0012, "reward": 0.57,
     "reward_std": 0.19, "kl": 0.012, "entropy": 3.084, "completions/mean_length": 24.25,

@@ -545,11 +545,10 @@ def reward(completions):
 
 def test_a_longer_run_says_that_its_rate_jumps(run_grpo, tmp_path):
     """With a decay to max_iters the two halves are not those of one run."""
-    for decay, is_said in (("linear", True), ("constant", False)):
-        flags = (f"--lr_decay={decay}", "--eval_interval=0")
-        run_grpo(tmp_path / decay, *flags, "--max_iters=1")
-        said = run_grpo(tmp_path / decay, *flags, "--max_iters=2", "--resume=True")
-        assert (f"lr_decay = '{decay}'" in said) == is_said
+    flags = ("--lr_decay=linear", "--eval_interval=0")
+    run_grpo(tmp_path / "run", *flags, "--max_iters=1")
+    said = run_grpo(tmp_path / "run", *flags, "--max_iters=2", "--resume=True")
+    assert "lr_decay = 'linear'" in said
 
 
 # ------------------------------------------------------------------------------------------------

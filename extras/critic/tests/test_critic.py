@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import grpo
-from common.files import ROOT
 from extras.critic import gae, token_advantages, value_loss
 from run.metrics import batch_metrics
 from rollout import completion_logprobs, completion_states, generate
-from run.settings import Settings, load_settings
+from run.settings import Settings
 from worlds import (
     END, PROMPTS, assert_near, forcing, forward, generator_of, gradient, settings, setup_of,
     shaken, skip_without, steps_of, untimed_metrics)
@@ -237,7 +236,3 @@ def test_a_run_goes_on_where_it_stopped(run_grpo, tmp_path):
     skip_without("step")
     text = run_grpo(f"{tmp_path}/none", f"{tmp_path}/whole", *flags, "--debug_step=True")
     assert "agree with plain backwards" in text
-
-
-def test_the_config_file_loads():
-    assert load_settings([f"{ROOT}/extras/critic/config/toxicity_ppo.py"]).critic

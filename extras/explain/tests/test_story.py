@@ -46,8 +46,7 @@ KINDS = {
     "held out": [
         "--tracin=reward", "--tracin_val_prompts=3", "--tracin_target_ema=0.8", "--beta=0.1",
         "--entropy_coef=0.01", "--ref_model_sync_steps=2"],
-    "resample": ["--zero_std_groups=resample"],
-    "one checkpoint": ["--save_interval=1", "--keep_checkpoints=1"]}
+    "resample": ["--zero_std_groups=resample"]}
 ASKED = ["--prompt=you are", "--completion= green"]
 FAST = "--hessian=False"
 NUMBER = "[+-][0-9.]+"
@@ -419,22 +418,6 @@ def test_without_a_word_it_takes_twice_the_run_and_exact_is_the_evaluation(run, 
     assert "12 completions of 4 held-out" in text and "Shares of the tokens" in text
 
 
-def test_weights_on_the_way_lie_in_files_where_memory_is_short(run, monkeypatch):
-    folder = run("plain")
-    before = contents(folder)
-    in_memory = told(folder, *ASKED, FAST)
-    monkeypatch.setattr(accounts, "free_memory", lambda device: 0)
-    assert told(folder, *ASKED, FAST) == in_memory
-
-    def interrupted(*rest, **how):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(explain, "account", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        explain.main([folder, f"{folder}/config.py", *ASKED])
-    assert contents(folder) == before
-
-
 def test_what_cannot_be_answered_is_refused_by_name(run, tmp_path):
     folder = str(tmp_path / "run")
     shutil.copytree(run("plain"), folder)
@@ -452,11 +435,8 @@ def test_what_cannot_be_answered_is_refused_by_name(run, tmp_path):
     for flag in ("--prompt=the", "--completion=a"):
         refuses("tokens", flag)
     refuses("32", "--prompt=the", "--completion=" + "long " * 40)
-    for text, name in (('{"prompt": "the", "completion": ["a"]}', "completion"), ("", str(rows)),
-                       ('{"prompt": {"a": 1}, "completion": "a"}', "sentence"),
-                       ('{"prompt": null, "completion": "a"}', "sentence")):
-        rows.write_text(text)
-        refuses(name, f"--prompts={rows}")
+    rows.write_text("")
+    refuses(str(rows), f"--prompts={rows}")
     changed = tmp_path / "changed.py"
     changed.write_text(RULE.replace("0.1", "0.2"))
     refuses(folder, *ASKED, config=str(changed))

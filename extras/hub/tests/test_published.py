@@ -23,8 +23,7 @@ from extras.hub.tests.published import (
 from common.files import read_json
 from data.comments import split_of
 from worlds import (
-    assert_near, assert_refused, generator_of, printed, read_rows, skip_without, untimed_metrics,
-    write_rows)
+    assert_near, assert_refused, generator_of, printed, read_rows, skip_without, untimed_metrics)
 
 NEO = GPTConfig(300, 64, 2, 2, 16, qkv_bias=False, attn_scale=1.0, window=4, local_layers=(1,))
 TINY = ["--device=cpu", "--max_completion_length=6", "--num_prompts=2", "--num_generations=4",
@@ -128,14 +127,6 @@ def test_commands_take_published_models(finished, world, tmp_path, monkeypatch):
     text = start(grpo.main, *flags_of(world, "chat"), "--debug_step=True")
     assert "h.1.mlp.c_fc.weight" in text
     assert os.listdir(tmp_path) == ["chat"], "a command that only looks has written"
-
-
-def test_messages_are_asked_in_the_chat_template_of_the_model(world, tmp_path):
-    path = tmp_path / "p.jsonl"
-    write_rows(path, [dict(q=[dict(role="user", content=f"cat {i}")]) for i in range(20)])
-    start(grpo.main, *world.judges, f"--policy={world.chat}", f"--prompts={path}",
-          "--prompt_field=q", "--max_iters=1", f"--out_dir={tmp_path}/run")
-    assert read_rows(f"{tmp_path}/run/samples.jsonl")[0]["prompt"].startswith("cat ")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The page holds what trainings without some rollouts gave, and loads nothing."""
 import json
-import os
 import re
 
 import pytest
@@ -11,7 +10,7 @@ import tracin
 from common.files import ROOT
 from run.settings import load_settings
 from tape import inner
-from worlds import printed, refusal
+from worlds import printed
 
 pytest.importorskip("extras.explain")       # which tints the words
 from extras.slider import __main__ as slider
@@ -91,9 +90,3 @@ def test_the_page_holds_the_trainings_and_loads_nothing(world, tmp_path):
         "http://www.w3.org/2000/svg", ""), "the page loads something"
     for used in re.findall(r'\$\("(\w+)"\)', page):
         assert f'id="{used}"' in page, f"the page's script looks for {used}, which is not there"
-
-
-def test_a_slip_is_one_line():
-    for flag in ("--points=1", "--points=30", "--nope=1"):
-        refusal(slider.main, [flag])
-    assert not os.path.exists("out/slider.html")

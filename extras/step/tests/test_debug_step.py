@@ -183,11 +183,6 @@ def reward(completions):
 """
 
 
-def test_a_critic_is_taken_apart_too(taken_apart):
-    skip_without("critic")
-    assert "critic, by token" in part_of(taken_apart("--critic=True"), "advantages")
-
-
 def test_environment_tokens_are_printed_as_such(taken_apart, tmp_path):
     skip_without("environment")
     (tmp_path / "answers.py").write_text(ANSWERED)
