@@ -15,15 +15,15 @@ import platform
 import random
 import re
 import shlex
+import shutil
 import subprocess
 from dataclasses import asdict
 
 import numpy as np
 import torch
 
-from common.files import (
-    flush, load_file, load_weights, replacing, save_file, undamaged, write_json)
 from common.errors import BadInput
+from common.files import flush, load_file, replacing, save_file, write_json
 from common.guards import moments_of
 from common.processes import rank_and_size
 from common.seeds import hash_of
@@ -33,8 +33,6 @@ from run.optimizer import load_state, name_of
 from run.settings import load_settings, settings_that_are
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
-COUNTS = ("iteration", "num_tokens", *LOGS)     # in a checkpoint; for a log, its size in bytes
-TABLES = ("settings", "shape", "policy")
 
 
 def append_rows(folder, name, rows):
@@ -57,8 +55,8 @@ def write_run_config(folder, cfg, device, changes, is_printed=False):
         return
 
     # the revision of the code, which gives the settings their meaning
-    here = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
-    git = subprocess.getoutput(f"git -C {here} rev-parse HEAD")     # or git's error
+    code = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
+    git = subprocess.getoutput(f"git -C {code} rev-parse HEAD")     # or git's error
     write_json(f"{folder}/config.json", dict(
         settings=cfg.public(), functions=sorted(cfg.functions), source=cfg.source,
         device=str(device), torch=torch.__version__, python=platform.python_version(),
@@ -146,15 +144,6 @@ def read_checkpoint(path):
     """The content of a checkpoint."""
     content = load_file(path, "run")
 
-    # do the fields that we rely on have the right type?
-    with undamaged(path):
-        for name in COUNTS:
-            if type(content[name]) is not int or content[name] < 0:
-                raise TypeError(f"{name} is not a count")
-        for name in TABLES:
-            if not isinstance(content[name], dict):
-                raise TypeError(f"{name} is not a dict")
-
     # newest_checkpoint goes by the name, so it must be right
     has_number = re.fullmatch(r"ckpt_\d{6}\.pt", os.path.basename(path))
     if has_number and content["iteration"] != iterations_of(path):
@@ -191,45 +180,42 @@ def load_checkpoint(path, setup, cfg):
     content = read_checkpoint(path)
 
     # does it belong to this run?
-    with undamaged(path):
-        if content["base_hash"] != hash_of(setup.base):
-            raise BadInput(
-                f"{path}: this run began from a different policy than the settings name now (a "
-                "published one may have changed: name its commit, policy = 'NAME@COMMIT'; for a "
-                "run name the checkpoint, policy = 'RUN/ckpt_000004.pt')")
-        name = name_of(setup.optimizer)
-        if content["optimizer_name"] != name:
-            raise BadInput(f"{path}: holds the state of the optimizer "
-                           f"{content['optimizer_name']}, which {name} cannot use: take that "
-                           "optimizer, or another --out_dir")
+    if content["base_hash"] != hash_of(setup.base):
+        raise BadInput(
+            f"{path}: this run began from a different policy than the settings name now (a "
+            "published one may have changed: name its commit, policy = 'NAME@COMMIT'; for a run "
+            "name the checkpoint, policy = 'RUN/ckpt_000004.pt')")
+    name = name_of(setup.optimizer)
+    if content["optimizer_name"] != name:
+        raise BadInput(f"{path}: holds the state of the optimizer {content['optimizer_name']}, "
+                       f"which {name} cannot use: take that optimizer, or another --out_dir")
 
-        # weights and moments. A reference that followed the policy goes on from where it was
-        load_weights(path, setup.policy, content["policy"])
-        load_state(setup.optimizer, content["optimizer"])
-        if setup.reference is not setup.base and content["reference"] is not None:
-            load_weights(path, setup.reference, content["reference"])
+    # weights and moments. A reference that followed the policy goes on from where it was
+    setup.policy.load_state_dict(content["policy"])
+    load_state(setup.optimizer, content["optimizer"])
+    if setup.reference is not setup.base and content["reference"] is not None:
+        setup.reference.load_state_dict(content["reference"])
 
-        # the target's average, if the target is still of the same kind
-        state = content["influence"]
-        if setup.target_average and state and cfg.tracin == content["settings"]["tracin"]:
-            setup.target_average.load_state(state, setup.trained)
+    # the target's average, if the target is still of the same kind
+    state = content["influence"]
+    if setup.target_average and state and cfg.tracin == content["settings"]["tracin"]:
+        setup.target_average.load_state(state, setup.trained)
 
-        # the settings that `after` has changed, and its memory
-        change_again(cfg, content)
-        setup.memory = content["memory"]
+    # the settings that `after` has changed, and its memory
+    change_again(cfg, content)
+    setup.memory = content["memory"]
 
-        # hashes of the inputs, and the history of prompts, if the prompts are still the same
-        setup.has_read = dict(content["has_read"])
-        setup.changes = list(content["changes"])
-        is_about_prompts = content["seen"] or content["replay"]
-        if is_about_prompts and setup.has_read["prompts"] != of_prompts(setup.prompts):
-            print("note: the prompts have changed: choose starts without their history, and no "
-                  "rollout is replayed")
-        else:
-            setup.seen = {i: [list(group) for group in groups]
-                          for i, groups in content["seen"].items()}
-            load_replay(setup, content["replay"])
-        set_random_state(content["random"])
+    # hashes of the inputs, and the history of prompts, if the prompts are still the same
+    setup.has_read = content["has_read"]
+    setup.changes = content["changes"]
+    is_about_prompts = content["seen"] or content["replay"]
+    if is_about_prompts and setup.has_read["prompts"] != of_prompts(setup.prompts):
+        print("note: the prompts have changed: choose starts without their history, and no rollout "
+              "is replayed")
+    else:
+        setup.seen = content["seen"]
+        load_replay(setup, content["replay"])
+    set_random_state(content["random"])
     return content
 
 
@@ -269,6 +255,7 @@ def resume(folder, setup, cfg):
     has_read = setup.has_read
     fresh = [dict(group) for group in setup.optimizer.param_groups]
     content = load_checkpoint(path, setup, cfg)
+    setup.has_read = setup.has_read | has_read
 
     # rows after the checkpoint will be cut off and written again: are the logs long enough?
     sizes = {f"{folder}/{name}": content[name] for name in LOGS}
@@ -277,15 +264,17 @@ def resume(folder, setup, cfg):
             raise BadInput(f"{log}: shorter than when {path} was written, so the run cannot "
                            "continue: put the file back, or choose another --out_dir")
 
-    # say what has changed
-    setup.has_read = setup.has_read | has_read
+    # say what has changed, and what of a user's optimizer is the checkpoint's
     say_changes(setup, content, cfg)
     say_groups(fresh, setup.optimizer.param_groups)
 
-    # every check has passed, so touch the files
+    # every check has passed, so cut the logs: copies of them, which are in no other folder's file,
+    # as the links of `cp -al` are
     if rank_and_size()[0] == 0:
         for log, size in sizes.items():
-            os.truncate(log, size)
+            with replacing(log) as tmp:
+                shutil.copyfile(log, tmp)
+                os.truncate(tmp, size)
     print(f"resumed {path} after {content['iteration']} iterations")
     if content["iteration"] >= cfg.max_iters:
         print(f"already at max_iters = {cfg.max_iters}: nothing to do")

@@ -9,13 +9,12 @@ import os
 from filelock import FileLock, Timeout
 
 from common.errors import BadInput, shown
-from common.files import flush, is_plain
 from run.checkpoint import LOGS, changed_settings, checkpoints, iterations_of
 from run.settings import read_run, settings_that_are
 
 LOCK = ".lock"
 # files that are first written under a temporary name
-WRITTEN = ("ckpt_*.pt", "base.pt", "config.json", "config.py")
+WRITTEN = ("ckpt_*.pt", "base.pt", "config.json", "config.py", "*.jsonl")
 
 
 def in_words(changed):
@@ -56,14 +55,6 @@ def why_not_continued(folder, cfg):
     return ""
 
 
-def how_plain(path):
-    """A command that replaces a link by a copy of its file, or moves anything else away. Neither
-    loses what a user made."""
-    if os.path.isfile(path):
-        return "`cp F F.2 && mv F.2 F` makes it a separate file"
-    return "`mv F F.2` moves it away"
-
-
 def is_free(folder):
     """True if nothing would be lost: the folder does not exist, or holds at most a lock, unfinished
     files and empty logs."""
@@ -75,24 +66,10 @@ def is_free(folder):
 
 
 def check_folder(folder, cfg):
-    """BadInput unless the folder is free, or holds a run that these settings continue; and for
-    links where the run would write."""
-    # a link may lead to the log of a different run
-    names = [name for name in (LOCK, *LOGS) if not is_plain(f"{folder}/{name}")]
-    if names:
-        first = f"{folder}/{names[0]}"
-        raise BadInput(f"{first}: is not a plain file (perhaps a link), and a run would write "
-                       f"there. In that folder, for each F of {', '.join(names)}: "
-                       f"{how_plain(first)}")
-
-    # does it hold something else than this run?
+    """BadInput unless the folder is free, or holds a run that these settings continue."""
     if is_free(folder):
         return
-    try:
-        reason = why_not_continued(folder, cfg)
-    except BadInput as e:       # its config.json cannot be read
-        reason = str(e)
-    if reason:
+    if reason := why_not_continued(folder, cfg):
         raise BadInput(f"out_dir = {folder!r}: {reason}; choose another --out_dir")
 
 
@@ -115,11 +92,8 @@ def claimed_folder(cfg):
     with lock:      # until the block ends, or the process
         check_folder(folder, cfg)       # again: a different run may have used it meanwhile
 
-        # can a power failure lose what is saved here?
-        if not flush(folder):
-            print(f"note: {folder}: this disk has no fsync for folders, so a power failure may "
-                  "lose what was saved last")
-        for name in WRITTEN:        # left by a process that was killed while it wrote
+        # remove what a process left that was killed while it wrote
+        for name in WRITTEN:
             for path in glob.glob(f"{glob.escape(folder)}/{name}.[0-9]*.tmp"):
                 os.remove(path)
 

@@ -7,12 +7,13 @@ A list of optimizers steps as one: Muon for the matrices, say, and AdamW for the
 decay scale each parameter group's rate from the value that the function set. An optimizer's whole
 state must be in its state_dict(), as tensors and plain numbers: a checkpoint saves that.
 """
+import io
 import math
 
 import torch
 
-from common.errors import BadInput
-from common.files import load_optimizer, not_data
+from common.errors import BadInput, shown
+from common.files import load_optimizer
 
 
 class Several:
@@ -68,10 +69,14 @@ def load_state(optimizer, state):
 def check_state(optimizer):
     """Refuse the config file's optimizer, after its first step, if a checkpoint could not save and
     restore its state: the trained policy would be lost with it."""
-    state = optimizer.state_dict()
-    if place := not_data(state):
-        raise BadInput(f"optimizer: a checkpoint cannot hold what its state_dict() has at {place}: "
-                       "must be a tensor, a number, text, or a dict or list of these")
+    file = io.BytesIO()
+    try:
+        torch.save(optimizer.state_dict(), file)
+        state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except Exception as e:      # pickle has many
+        raise BadInput("optimizer: a checkpoint cannot hold its state_dict(), which must be "
+                       "tensors, numbers, text, and dicts or lists of these "
+                       f"({shown(str(e), 300)})") from e
     load_state(optimizer, state)
 
 

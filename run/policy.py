@@ -5,7 +5,7 @@ import os
 import torch
 
 from common.errors import BadInput
-from common.files import load_torch, read_json, undamaged
+from common.files import load_torch
 from common.processes import rank_and_size
 from common.seeds import seed_for
 from data.tokenizer import load_tokenizer
@@ -117,10 +117,9 @@ def load_run(path):
         policy = load_gpt(path)
     else:       # its settings say whether it has adapters
         content = read_checkpoint(checkpoint)
-        with undamaged(checkpoint):
-            cfg = settings_of(content)
-            policy = rebuilt(checkpoint, content["shape"], content["policy"],
-                             lambda config: trainable(Policy(config), cfg))
+        cfg = settings_of(checkpoint, content)
+        policy = rebuilt(checkpoint, content["shape"], content["policy"],
+                         lambda config: trainable(Policy(config), cfg))
 
     # which tokenizer?
     origin = origin_of(path)

@@ -4,6 +4,7 @@ becomes another one under the same name is said, and never compared with what it
 optimizer counts, and the policy that a run began from, outlive an interruption.
 """
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -118,7 +119,8 @@ def test_what_could_not_be_read_again_replaces_nothing(tmp_path):
     path = f"{tmp_path}/a.pt"
     save_file(path, "run", x=1)
     for odd in (lambda: 0, {1: [print]}, {"deep": (torch.Generator(), 3)}):
-        assert_refused("['x']", save_file, path, "run", x=odd)
+        with pytest.raises((AttributeError, TypeError, pickle.PickleError)):
+            save_file(path, "run", x=odd)
         assert load_file(path, "run")["x"] == 1 and os.listdir(tmp_path) == ["a.pt"]
 
 

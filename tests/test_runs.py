@@ -238,11 +238,11 @@ def test_a_run_writes_through_no_link(copy, go_on, tmp_path):
     notes.write_text("years of work" * 10 ** 5)     # long enough to go on with
     before = notes.read_bytes()
     (copy / "samples.jsonl").unlink()
-    for make in (Path.symlink_to, Path.hardlink_to, lambda path, _: os.mkfifo(path)):
+    for its, make in ((7, Path.symlink_to), (8, Path.hardlink_to)):     # `cp -al` makes the second
         make(copy / "samples.jsonl", notes)
-        assert_refused("samples.jsonl", go_on, "--max_iters=7")
+        go_on(f"--max_iters={its}")
+        assert notes.read_bytes() == before, "the run has changed a file of a different folder"
         (copy / "samples.jsonl").unlink()
-    assert notes.read_bytes() == before
 
 
 def test_files_of_the_user_that_look_like_checkpoints_are_kept(run_grpo, tmp_path):
@@ -422,8 +422,6 @@ DAMAGE = {
     "a flipped bit": lambda run: flip_a_bit(run / "ckpt_000006.pt"),
     "another name, which would stay the newest for ever":
         lambda run: (run / "ckpt_000004.pt").rename(run / "ckpt_000009.pt"),
-    "half an optimizer": lambda run: rewrite_checkpoint(
-        run, optimizer={"state": {0: {"step": torch.ones(())}}}),
     "no checkpoint": lose_the_checkpoints,
     "a lost log": lambda run: os.remove(run / "samples.jsonl")}
 

@@ -6,7 +6,7 @@ import tempfile
 import time
 
 from common.errors import BadInput
-from common.files import load_file, load_optimizer, load_weights, save_file, undamaged
+from common.files import load_file, load_optimizer, save_file
 from common.processes import rank0_first
 from common.progress import Progress
 
@@ -55,14 +55,11 @@ def load_partial(partial, model, optimizers, label, steps):
 
     # weights, moments and step
     content = load_file(partial, "partial")
-    with undamaged(partial):
-        load_weights(partial, model, content["model"])
-        for optimizer, state in zip(optimizers, content["optimizers"], strict=True):
-            load_optimizer(optimizer, state)
-        if content["step"] not in range(steps + 1):
-            raise ValueError(f"step {content['step']}")
-        print(f"{label}: continues from step {content['step']} of {steps} ({partial})")
-        return content["step"]
+    model.load_state_dict(content["model"])
+    for optimizer, state in zip(optimizers, content["optimizers"], strict=True):
+        load_optimizer(optimizer, state)
+    print(f"{label}: continues from step {content['step']} of {steps} ({partial})")
+    return content["step"]
 
 
 def fit(model, optimizers, loss_at, steps, partial, label):

@@ -33,7 +33,7 @@ import numpy as np
 
 from common.cli import own_flags, run_script
 from common.errors import BadInput
-from common.files import ROOT, is_plain, read_log, undamaged, write_json
+from common.files import ROOT, read_log, write_json
 from run.settings import load_settings, read_config
 
 NEEDED = ("config", "arms", "seeds", "measure")
@@ -99,8 +99,6 @@ def evaluations_of(run, measure):
 def make(run):
     """Make a run, or continue it."""
     grpo = os.path.join(ROOT, "grpo.py")
-    if not is_plain(f"{run.folder}.log"):
-        raise BadInput(f"{run.folder}.log: is a link or no file: move it away")
     with open(f"{run.folder}.log", "a", encoding="utf-8") as log:
         process = subprocess.run([sys.executable, grpo, *run.argv], stdout=log, stderr=log)
     result = f"not done, see {run.folder}.log" if process.returncode else "done"
@@ -241,8 +239,7 @@ def main(argv):
     if not own["table"]:
         os.makedirs(out, exist_ok=True)
         make_all(runs, study.measure, own["workers"])
-    with undamaged(out):
-        found = summarise(study, runs)
+    found = summarise(study, runs)
     write_json(os.path.join(out, "table.json"), found)
     print("\n" + as_markdown(study, found))
 
