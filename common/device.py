@@ -1,8 +1,6 @@
 """Device, precision and memory."""
 import contextlib
-import math
 import os
-import re
 from pathlib import Path
 
 import torch
@@ -93,33 +91,11 @@ def exact_linear(layer, x):
         return layer(x.to(layer.weight.dtype))
 
 
-def why_no_gpu():
-    """Why a torch built for GPUs sees none, in torch's words; "" if it sees one, or was built
-    without GPUs."""
-    if torch.version.cuda is None or torch.cuda.is_available():
-        return ""
-    try:
-        torch.cuda.init()
-        reason = "unknown"
-    except (RuntimeError, AssertionError) as e:     # the driver is missing or too old
-        reason = str(e).split(". ")[0].strip()
-    return f"; this torch is built for CUDA {torch.version.cuda} and sees no GPU: {reason}"
-
-
-def gpu_name(device):
-    """A GPU's name. A run can do without, where the driver does not know it."""
-    try:
-        return torch.cuda.get_device_name(device)
-    except Exception as e:
-        return f"unknown name: {type(e).__name__}"
-
-
-def machine(name, device, dtype):
-    """One line about the device, dtype and threads of this command. name: the setting device."""
-    gpu = f" ({gpu_name(device)})" if device.type == "cuda" else ""
+def machine(device, dtype):
+    """One line about the device, dtype and threads of this command."""
+    gpu = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
     precision = str(dtype).removeprefix("torch.")
-    why = why_no_gpu() if name == "auto" else ""
-    return f"device: {device}{gpu}, {precision}, threads: {torch.get_num_threads()}{why}"
+    return f"device: {device}{gpu}, {precision}, threads: {torch.get_num_threads()}"
 
 
 def read_proc(name):
@@ -136,12 +112,3 @@ def memory(device):
         return torch.cuda.memory_allocated(device)
     pages = read_proc("self/statm").split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else None
-
-
-def free_memory(device):
-    """Free memory in bytes, of the GPU or of the host. inf: unknown."""
-    if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held  # torch's own reserve is free too
-    available = re.search(r"MemAvailable: *(\d+)", read_proc("meminfo"))
-    return 1024 * int(available[1]) if available else math.inf

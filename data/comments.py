@@ -37,18 +37,11 @@ def default_comments():
 
 def field_of(row, name):
     """A field of a row, or None. "a.b" is the column of that name, or else b inside a."""
-    if not isinstance(row, dict):
-        return None
-
-    # a column with exactly this name comes first
     if row.get(name) is not None:
         return row[name]
-    parts = name.split(".")
-    for i in range(len(parts) - 1, 0, -1):      # a may have a dot, too
-        value = field_of(row.get(".".join(parts[:i])), ".".join(parts[i:]))
-        if value is not None:
-            return value
-    return None
+    column, _, rest = name.partition(".")
+    inner = row.get(column)
+    return field_of(inner, rest) if isinstance(inner, dict) else None
 
 
 def as_text(value, name, where):
@@ -64,7 +57,7 @@ def read_label(value, name, where):
     words = {"true": 1.0, "false": 0.0}
     try:
         probability = float(words.get(str(value).lower(), value))
-    except (OverflowError, TypeError, ValueError):
+    except (TypeError, ValueError):
         probability = math.nan
     if not 0 <= probability <= 1:   # refuses NaN, too
         raise BadInput(f"{where} has {name} = {shown(value)}: must be true/false or a number from "
@@ -73,10 +66,8 @@ def read_label(value, name, where):
 
 
 def clean(text):
-    """Put a comment on one line and remove leftover CSV quotes. Half a character becomes a question
-    mark."""
-    words = text.encode(errors="replace").decode().replace('""', '"').split()
-    return " ".join(words).strip('"').strip()
+    """Put a comment on one line and remove leftover CSV quotes."""
+    return " ".join(text.replace('""', '"').split()).strip('"').strip()
 
 
 def load_comments(path=None, text_field="text", label_field="is_offensive"):
@@ -89,7 +80,7 @@ def load_comments(path=None, text_field="text", label_field="is_offensive"):
 
     # text and label of every row
     comments = []
-    left_out = []       # for each row without a label, the names of its fields
+    unlabelled = 0
     for number, row in enumerate(each_row(path), 1):
         where = f"{path}: row {number}"
         if field_of(row, text_field) is None:
@@ -98,16 +89,14 @@ def load_comments(path=None, text_field="text", label_field="is_offensive"):
         text = clean(as_text(field_of(row, text_field), text_field, where))
         label = field_of(row, label_field)
         if label is None or str(label).strip() in NO_LABEL:
-            left_out.append(sorted(row))
+            unlabelled += 1
         elif text:
             comments.append((text, read_label(label, label_field, where)))
-    if left_out and not comments:
-        raise BadInput(f"{path}: no row has a label in {label_field!r}; the first has "
-                       f"{left_out[0]}: set label_field to one of these")
     if not comments:
-        raise BadInput(f"{path}: holds no comments")
-    if left_out:
-        print(f"note: {path}: {len(left_out)} rows without {label_field!r} (none, empty or -1) are "
+        fields = f"; the last has {sorted(row)}: set label_field" if unlabelled else ""
+        raise BadInput(f"{path}: no row has a comment and a label in {label_field!r}{fields}")
+    if unlabelled:
+        print(f"note: {path}: {unlabelled} rows without {label_field!r} (none, empty or -1) are "
               "left out")
     return comments
 

@@ -1,7 +1,7 @@
 """Judges: a small classifier (scorer.py; extras/make trains one), and published RoBERTa
 classifiers (extras/hub). A judge is a function of a list of N texts:
 
-    judge(completions) -> logits of "toxic", float32 (N,), all of them finite
+    judge(completions) -> logits of "toxic", float32 (N,)
 
 A judge reads only the completion: the policy did not write the prompt. A text that is too long for
 its model is cut into pieces, and the most toxic piece counts. A text that says nothing (empty, a
@@ -12,7 +12,6 @@ import contextlib
 
 import torch
 
-from common.errors import BadInput
 from common.seeds import hash_of
 from judge.scorer import SAYS_NOTHING, highest_logits, load_scorer, says_nothing
 
@@ -31,13 +30,8 @@ def load_judge(name, device="cpu"):
     def judge(completions):
         # the model scores every text, but its score of a text that says nothing is worthless
         logits = highest_logits(model, encode(completions), device, batch_size)
-        for i, text in enumerate(completions):
-            if says_nothing(text):
-                logits[i] = SAYS_NOTHING
-            elif not logits[i].isfinite():
-                raise BadInput(f"judge {name}: the score of the completion {text!r} is "
-                               f"{float(logits[i])}: must be finite")
-        return logits
+        silent = torch.tensor([says_nothing(text) for text in completions], dtype=torch.bool)
+        return logits.masked_fill(silent, SAYS_NOTHING)
 
     judge.digest = hash_of(model)       # tells whether the file has changed (run/inputs.py)
     return judge

@@ -3,7 +3,6 @@ Rewards: call each reward function, the judge's or a config file's, and weigh wh
 
 An error inside such a function keeps Python's own message, with the function's file and line.
 """
-import contextlib
 import copy
 import inspect
 import math
@@ -33,8 +32,7 @@ def call(what, function, prompts, texts, name="completions", facts=None):
     # copied value by value: in one deepcopy of a list, rows would still share
     arguments = {key: [copy.deepcopy(value) for value in x] if isinstance(x, list) else x
                  for key, x in select_arguments(what, function, offered).items()}
-    with contextlib.chdir("."):     # come back, if the function changes the working directory
-        return function(**arguments)
+    return function(**arguments)
 
 
 def check_arguments(what, function, prompts, name="completions", facts=()):
@@ -48,7 +46,7 @@ def check_arguments(what, function, prompts, name="completions", facts=()):
     prompt_with = {frozenset(prompt.row): prompt for prompt in prompts}
     for columns, prompt in prompt_with.items():
         select_arguments(f"{what} (prompt {shown(prompt.text)})", function,
-                  dict.fromkeys([*columns, *facts, "prompts", name]))
+                         dict.fromkeys([*columns, *facts, "prompts", name]))
 
 
 def check_columns(cfg, prompts):

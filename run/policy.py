@@ -117,7 +117,7 @@ def load_run(path):
         policy = load_gpt(path)
     else:       # its settings say whether it has adapters
         content = read_checkpoint(checkpoint)
-        cfg = settings_of(checkpoint, content)
+        cfg = settings_of(content)
         policy = rebuilt(checkpoint, content["shape"], content["policy"],
                          lambda config: trainable(Policy(config), cfg))
 

@@ -94,7 +94,7 @@ def read_inputs(cfg, may_train=True):
     # where and in what precision it is computed
     device = pick_device(cfg.device, cfg.threads)
     dtype = pick_dtype(cfg.dtype, device)
-    print(machine(cfg.device, device, dtype))
+    print(machine(device, dtype))
 
     # the policy before training, and prompts in ids of its tokenizer
     base, tokenizer = load_policy(cfg, device, may_train)

@@ -165,24 +165,10 @@ def test_a_gpu_has_a_number(monkeypatch):
     assert chosen == [0, 0, 0, 3, 1]
 
 
-def test_a_command_says_what_it_computes_on_and_why_not_on_a_gpu(monkeypatch):
-    """A driver that is too old for this build of torch lets a run take the CPU."""
-    def too_old():
-        raise RuntimeError("The NVIDIA driver is too old (found version 12020). Please update it.")
-
-    def line(name, built_for):
-        monkeypatch.setattr(torch.version, "cuda", built_for)
-        return machine(name, CPU, torch.float32)
-
+def test_a_command_says_what_it_computes_on(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Card {device.index}")
-    found = machine("auto", torch.device("cuda", 1), torch.bfloat16)
-    assert "cuda:1" in found and "Card 1" in found and "bfloat16" in found
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "init", too_old)
-    found = line("auto", "13.0")
-    assert "13.0" in found and "too old (found version 12020)" in found
-    assert "CUDA" not in line("cpu", "13.0"), "the CPU was asked for"
-    assert "CUDA" not in line("auto", None), "a torch for CPUs"
+    line = machine(torch.device("cuda", 1), torch.bfloat16)
+    assert "cuda:1" in line and "Card 1" in line and "bfloat16" in line
 
 
 # ------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_an_optimizer_that_no_checkpoint_can_hold_is_refused_before_training(sta
                       "def optimizer(named_parameters, learning_rate):\n"
                       "    return _Odd([p for _, p in named_parameters], lr=learning_rate)\n"
                       "def reward(completions): return list(map(len, completions))\n")
-    assert_refused(("optimizer", "seen"), start, tmp_path / "run", *OWN, str(config))
+    assert_refused(("optimizer", "deque"), start, tmp_path / "run", *OWN, str(config))
     assert not list((tmp_path / "run").glob("ckpt_*")), "it was found in the middle of a run"
 
 

@@ -1,7 +1,6 @@
 """The judge, a small scorer; what a reward function gets and what it may do."""
 import copy
 import math
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,6 @@ from judge import load_judge, reward_functions
 from judge.rewards import score, check_columns
 from judge.scorer import SAYS_NOTHING, Scorer, encode, logits_of, pad_right
 from model import GPTConfig
-from data.weights import save_gpt
 from run.settings import load_settings
 from worlds import assert_near, assert_refused, printed, seed_of, settings
 
@@ -95,13 +93,6 @@ def test_the_judge_learned_the_bad_word_and_reads_the_completion_alone(tiny):
         assert a == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_a_score_that_is_not_finite_names_file_and_text(tmp_path):
-    broken = random_scorer()
-    torch.nn.init.constant_(broken.score.weight, math.nan)
-    save_gpt(f"{tmp_path}/judge.pt", broken, "judge")
-    assert_refused(("judge.pt", "hello you"), load_judge(f"{tmp_path}/judge.pt"), ["hello you"])
-
-
 # ------------------------------------------------------------------------------------------------
 # reward functions
 
@@ -138,16 +129,13 @@ def test_a_reward_that_returns_something_else_is_named():
         assert_refused("reward 'r'", score, {"r": lambda completions: values}, ASKED, ANSWERS)
 
 
-def test_a_reward_may_reorder_what_it_is_given_and_go_to_another_folder(tmp_path):
+def test_a_reward_may_reorder_what_it_is_given():
     def careless(completions):
         completions.reverse()
-        os.chdir(tmp_path)
         return [1] * len(completions)
 
-    before = os.getcwd()
     found = score({"a": careless, "b": by_column}, ASKED, ANSWERS)
     assert found[:, 1].tolist() == [1, 0], "another reward reads the first one's order"
-    assert os.getcwd() == before, "the run's relative paths now lead elsewhere"
 
 
 def test_what_a_reward_raises_is_its_own_error():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import grpo
-from common.device import gpu_name, read_proc
+from common.device import read_proc
 from common.seeds import seed_for
 from run.report import StepLog
 
@@ -118,7 +118,7 @@ def work_of(setup, cfg, rollout):
 def device_name(device):
     """The GPU's name, or the CPU's."""
     if device.type == "cuda":
-        return gpu_name(device)
+        return torch.cuda.get_device_name(device)
     for line in read_proc("cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.split(":")[1].strip()

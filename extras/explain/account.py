@@ -25,6 +25,7 @@ S steps, I iterations of N rollouts, W trained weights end to end, K columns: se
 the one number.
 """
 import math
+import re
 import tempfile
 from collections import defaultdict
 from dataclasses import replace
@@ -38,7 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import clip_grad_norm_, vector_to_parameters
 
 import grpo
-from common.device import free_memory, full_precision
+from common.device import full_precision, read_proc
 from common.errors import BadInput
 from common.processes import all_reduce
 from common.progress import Progress
@@ -169,11 +170,17 @@ def flat(tensors):
     return torch.cat([x.flatten() for x in tensors])
 
 
+def free_memory():
+    """Free memory of the host in bytes; inf where it is not known."""
+    available = re.search(r"MemAvailable: *(\d+)", read_proc("meminfo"))
+    return 1024 * int(available[1]) if available else math.inf
+
+
 def stored(x, folder):
     """x on the CPU: in memory while that lasts, then in nameless files of the folder, which end
     with the process."""
     x = x.cpu()
-    if 20 * x.nbytes < free_memory(x.device):
+    if 20 * x.nbytes < free_memory():
         return x
     file = tempfile.TemporaryFile(dir=folder)
     x.numpy().tofile(file)

@@ -18,7 +18,7 @@ def main(cfg):
         raise BadInput(f"policy = {cfg.policy!r}, judge = {cfg.judge!r}, eval_judge = "
                        f"{cfg.eval_judge!r}: nothing to train; --policy=train trains a new one")
     device = pick_device(cfg.device, cfg.threads)
-    print(machine(cfg.device, device, pick_dtype(cfg.dtype, device)))
+    print(machine(device, pick_dtype(cfg.dtype, device)))
     if cfg.policy == "train":
         made_policy(cfg, device)
     for role in roles:
