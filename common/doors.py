@@ -25,9 +25,9 @@ def select_arguments(name, function, offered):
     return {key: x for key, x in offered.items() if takes_all or key in names}
 
 
-def numbers(what, returned, *shapes, why=""):
+def numbers(what, returned, *shapes):
     """What a user's function returned -> a float64 tensor of one of these shapes, all of it finite.
-    BadInput for anything else. why: words on what may be the cause."""
+    BadInput for anything else. (A reward that is None is NaN in batch.rewards.)"""
     try:
         x = torch.as_tensor(returned, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
@@ -35,17 +35,17 @@ def numbers(what, returned, *shapes, why=""):
     if x.shape not in shapes or not x.isfinite().all():
         wanted = " or ".join(str(tuple(shape)) for shape in shapes)
         raise BadInput(
-            f"{what} returned {shown(returned)}: must be finite numbers of shape {wanted}" + why)
+            f"{what} returned {shown(returned)}: must be finite numbers of shape {wanted}")
     return x
 
 
 def subset(batch, rows):
     """The Batch of some rows (m,), with prompts, texts, scores and rewards."""
-    here = rows.tolist()
+    ids = rows.tolist()
     return replace(
-        batch[rows], prompts=[batch.prompts[i] for i in here],
-        completions=[batch.completions[i] for i in here], scores=batch.scores[here],
-        rewards=batch.rewards[here])
+        batch[rows], prompts=[batch.prompts[i] for i in ids],
+        completions=[batch.completions[i] for i in ids], scores=batch.scores[ids],
+        rewards=batch.rewards[ids])
 
 
 def private_copy(batch):
@@ -55,15 +55,6 @@ def private_copy(batch):
         batch, prompts=[copy.deepcopy(prompt) for prompt in batch.prompts],
         completions=list(batch.completions), scores=batch.scores.clone(),
         rewards=batch.rewards.clone())
-
-
-def unknown_rewards(batch):
-    """Words on why what a user's function made of the rewards may be NaN; "" if all are known."""
-    count = int(batch.rewards.isnan().sum())
-    if not count:
-        return ""
-    return (f"; {count} of {len(batch.rewards)} rewards are None, and NaN in batch.rewards: leave "
-            "them out")
 
 
 def own_advantages(advantage, batch, cfg, **offered):
@@ -84,7 +75,7 @@ def own_advantages(advantage, batch, cfg, **offered):
 
     # one finite number for each completion, or for each of its tokens
     shape = tuple(batch.rollout.logp.shape)                                         # (N, T)
-    A = numbers("advantage", returned, shape[:1], shape, why=unknown_rewards(batch))
+    A = numbers("advantage", returned, shape[:1], shape)
     A = A.detach().to(batch.rollout.logp)
     return A if A.dim() == 1 else A.masked_fill(~batch.rollout.sampled_mask, 0)
 
@@ -97,7 +88,7 @@ def target_number(cfg, setup, batch):
     number = target(**select_arguments("target", target, offered))
 
     # a number without a slope would teach nothing, NaN would spoil the weights
-    numbers("target", number, (), why=unknown_rewards(batch))
+    numbers("target", number, ())
     if not torch.is_tensor(number) or not number.requires_grad:
         raise BadInput(f"target returned {shown(number)}: must be a tensor that depends on the "
                        "policy's weights")
@@ -122,5 +113,4 @@ def own_weights(recording, influence):
     if "self_influence" in given:
         given["self_influence"] = recording.self_influence()
     weights = weigh(**given)
-    why = unknown_rewards(batch)
-    return numbers("weigh", weights, influence.shape, why=why).detach().to(influence)
+    return numbers("weigh", weights, influence.shape).detach().to(influence)

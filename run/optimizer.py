@@ -74,9 +74,10 @@ def check_state(optimizer):
         torch.save(optimizer.state_dict(), file)
         state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except Exception as e:      # pickle has many
+        words = str(e).split("WeightsUnpickler error: ")[-1]
         raise BadInput("optimizer: a checkpoint cannot hold its state_dict(), which must be "
-                       "tensors, numbers, text, and dicts or lists of these "
-                       f"({shown(str(e), 300)})") from e
+                       f"tensors, numbers, text, and dicts or lists of these ({shown(words)})"
+                       ) from e
     load_state(optimizer, state)
 
 

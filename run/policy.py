@@ -5,7 +5,7 @@ import os
 import torch
 
 from common.errors import BadInput
-from common.files import load_torch
+from common.files import load_torch, read_json
 from common.processes import rank_and_size
 from common.seeds import seed_for
 from data.tokenizer import load_tokenizer
