@@ -267,7 +267,7 @@ def test_a_tape_is_one_backward_per_row(name, monkeypatch):
     scale = {p: g.square() for p, g in G.items()}
     scaled = J[rows].square() @ flat(scale)
     agree(tape.squared_norms(rows, scale), scaled, "the same, scaled by weight")
-    monkeypatch.setattr("tape.AT_ONCE", 100)
+    monkeypatch.setattr(Tape, "AT_ONCE", 100)
     everyone = torch.arange(8)
     agree(tape.squared_norms(everyone), J.square().sum(1), "squared norms, a few rows at a time")
 
