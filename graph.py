@@ -1,11 +1,15 @@
 """
-Decoding on a GPU, one CUDA graph per token of all rows: rollout.decode, only faster.
+Decoding on a GPU, one CUDA graph per token of all rows: rollout.decode, only faster. Nobody need
+read it to understand the method. Its tricks, and their reasons:
 
-To read a token and draw the next one, a model launches some three hundred small kernels, and on a
-GPU launching them takes longer than running them. A CUDA graph launches all of them at once, but
-it can only repeat the same shapes at the same addresses. So a step's tensors are kept between
-calls, and each size has its graph: a number of rows and a number of tokens to read, both rounded
-up. A row that has ended is still read until the next check; its results are ignored.
+    one graph per token     a model launches some three hundred small kernels for a token, and on a
+                            GPU launching them takes longer than running them
+    fixed memory            a graph can only repeat the same shapes at the same addresses
+    sizes rounded up        so a graph serves many numbers of rows and tokens
+    CHUNK                   to see whether rows have ended, Python must wait for the GPU. Rows that
+                            have are read until the next look, and their results are ignored
+    HalfWeights             autocast would cast all weights again in each graph
+    draw_by_blocks          a cumulative sum over a large vocabulary is slow
 
 Before a run uses it, run/precision.py compares it with plain float32. rollout.decode still serves
 environments, truncated sampling, and a model that is not the policy or not a model.GPT. Without a
@@ -27,20 +31,18 @@ from fast import has_half_product
 from model import GPT, Cache
 from rollout import decode, draw, drop_finished, generate
 
-CHUNK = 16      # tokens between two checks for ended rows; each check waits for the GPU
-ROWS = 32       # the fewest rows of a graph
-WIDTH = 64      # the fewest tokens of a row in a graph
-MOST = 32       # graphs; a step of any further size runs without one
-BLOCK = 128     # tokens of the vocabulary; draw_by_blocks sums each block, then looks into one
-
 # ------------------------------------------------------------------------------------------------
 # from logits to a token
+
+BLOCK = 128     # tokens of the vocabulary
 
 
 def draw_by_blocks(probs, u):
     """Draw a token per row by inverting the CDF in two steps, first a block of tokens, then a token
-    in it: probs (n, V) with V a multiple of BLOCK, u (n,) uniform in [0, 1) -> ids (n,). It reads
-    probs once, and never draws a token of probability 0."""
+    in it. It reads probs once, and never draws a token of probability 0.
+
+    probs (n, V) with V a multiple of BLOCK, u (n,) uniform in [0, 1) -> ids (n,).
+    """
     blocks = probs.view(len(probs), -1, BLOCK)
     sums = blocks.sum(-1)                                                       # (n, V / BLOCK)
     block = draw(sums, u)[:, None]                                              # (n, 1)
@@ -72,34 +74,26 @@ def sample(logits, u, temperature):
 # ------------------------------------------------------------------------------------------------
 # the tensors of a step, at addresses that do not change
 
-
-def size_for(n, least):
-    """Round n up to one of few sizes: least, then 3/2, 2, 3, 4, 6, .. times as much."""
-    size = least
-    while size < n:
-        size *= 2
-    return size * 3 // 4 if least < size and n <= size * 3 // 4 else size
+CHUNK = 16      # tokens between two looks at which rows have ended
 
 
 class HalfWeights:
-    """A copy of a GPT with its Linears in bfloat16, which shares all other weights. Autocast would
-    cast the Linears again for each token of a graph. The head's rows are padded with zeros to a
-    multiple of BLOCK."""
+    """A copy of a GPT with its Linears in bfloat16, which shares all other weights. The head's rows
+    are padded with zeros to a multiple of BLOCK, so that logits need not be."""
 
     def __init__(self, model):
-        shared = {id(p): p for p in model.parameters()}
-        self.model = copy.deepcopy(model, shared)
+        self.model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
         self.pairs = []         # (weight in bfloat16, the model's own)
         head = self.model.lm_head
-        for layer in (*self.model.h.modules(), *[head] * has_half_product()):
-            for name, weight in list(layer.named_parameters(recurse=False)):
-                if isinstance(layer, nn.Linear):
-                    half = weight.detach().bfloat16()
-                    if layer is head:
-                        half = F.pad(half, (0, 0, 0, -len(weight) % BLOCK))
-                    setattr(layer, name, nn.Parameter(half, requires_grad=False))
-                    if weight.dtype != torch.bfloat16:      # else it is the weight itself
-                        self.pairs.append((half[:len(weight)], weight))
+        layers = [*self.model.h.modules(), head] if has_half_product() else self.model.h.modules()
+        for layer in layers:
+            own = layer.named_parameters(recurse=False) if isinstance(layer, nn.Linear) else ()
+            for name, weight in list(own):
+                half = weight.detach().bfloat16()
+                if layer is head:
+                    half = F.pad(half, (0, 0, 0, -len(weight) % BLOCK))
+                setattr(layer, name, nn.Parameter(half, requires_grad=False))
+                self.pairs.append((half[:len(weight)], weight))
 
     def refresh(self):
         """Copy the model's current weights."""
@@ -110,20 +104,20 @@ class HalfWeights:
 @dataclass
 class Window:
     """The first n rows and W tokens of a Memory, as a Cache for GPT.forward."""
-    layers: list        # (keys, values) of each layer, (n, nkv, W, hs)
+    layers: list        # keys and values of each layer, (2, n, nkv, W, hs)
     length: Tensor      # (1,) tokens read; on the device, where forward advances it
 
     def extend(self, i, k, v):
         """Write k and v (n, nkv, 1, hs) to layer i -> all its W keys and values."""
-        keys, values = self.layers[i]
-        keys.index_copy_(2, self.length, k)
-        values.index_copy_(2, self.length, v)
-        return keys, values
+        kv = self.layers[i]
+        kv[0].index_copy_(2, self.length, k)
+        kv[1].index_copy_(2, self.length, v)
+        return kv
 
 
 class Memory:
     """The keys and values of N rows, with room for S tokens each, and the tokens drawn since the
-    last check."""
+    last look."""
 
     def __init__(self, prompts, N, S):
         """prompts: a Cache with the shape of those to load."""
@@ -132,15 +126,12 @@ class Memory:
         self.dtype = prompts.layers[0].dtype
         device = prompts.layers[0].device
         zeros = functools.partial(torch.zeros, device=device)
-        self.layers = []                                    # (keys, values), (N, nkv, S, hs)
-        for kv in prompts.layers:
-            shape = (N, kv.shape[2], S, kv.shape[4])
-            self.layers.append((kv.new_zeros(shape), kv.new_zeros(shape)))
+        self.layers = [kv.new_zeros(2, N, kv.shape[2], S, kv.shape[4]) for kv in prompts.layers]
         self.seen = zeros(N, S, dtype=torch.bool)           # the attention mask
         self.length = zeros(1, dtype=torch.long)            # tokens read
         self.ids = zeros(N, 1, dtype=torch.long)            # the next token to read
 
-        # the tokens drawn since the last check: how many, their noise, their numbers
+        # the tokens drawn since the last look: how many, their noise, their numbers
         self.t = zeros(1, dtype=torch.long)
         self.noise = zeros(N, CHUNK)
         self.drawn = {"token": zeros(N, CHUNK, dtype=torch.long), "logp": zeros(N, CHUNK),
@@ -150,10 +141,9 @@ class Memory:
         """Begin with n copies of each sequence of a Cache of prompts; attention_mask (B, P) or
         None."""
         P = prompts.length
-        for (keys, values), kv in zip(self.layers, prompts.layers):
-            copies = kv.repeat_interleave(n, 1)                             # (2, n * B, nkv, P, hs)
-            N = copies.shape[1]
-            keys[:N, :, :P], values[:N, :, :P] = copies
+        N = n * prompts.layers[0].shape[1]
+        for mine, kv in zip(self.layers, prompts.layers):
+            mine[:, :N, :, :P] = kv.repeat_interleave(n, 1)
         self.seen[:N] = True
         if attention_mask is not None:
             self.seen[:N, :P] = attention_mask.repeat_interleave(n, 0)
@@ -162,7 +152,7 @@ class Memory:
     def keep(self, rows):
         """Keep only these rows (n,), in this order, as the first n. Copy only those that move."""
         moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
-        for x in (self.ids, self.seen, *sum(self.layers, ())):
+        for x in (self.ids, self.seen, *(half for kv in self.layers for half in kv)):
             x[moved] = x[rows[moved]]
 
 
@@ -190,6 +180,19 @@ def write(r, rows, t, drawn, ends):
 # ------------------------------------------------------------------------------------------------
 # the step and its graphs
 
+ROWS = 32       # the fewest rows of a graph
+WIDTH = 64      # the fewest tokens of a row in a graph
+MOST = 32       # graphs, which take memory; a step of any further size runs without one
+
+
+def size_for(n, least):
+    """Round n up to one of few sizes: least, then 3/2, 2, 3, 4, 6, .. times as much."""
+    size = least
+    while size < n:
+        size *= 2
+    three_quarters = size * 3 // 4
+    return three_quarters if max(n, least) <= three_quarters else size
+
 
 def read_one(model, ids, attention_mask, layers, length):
     """Read a token of each row: ids (n, 1), attention_mask (n, W) -> hidden states (n, C). layers
@@ -206,24 +209,6 @@ def capture(function, pool):
     return graph.replay
 
 
-class Step:
-    """A function to call again and again: the first call runs it as it is, which loads its kernels,
-    the second captures a graph, and further ones replay that."""
-
-    def __init__(self, function, pool):
-        self.function = function
-        self.pool = pool
-        self.replay = None
-        self.is_first = True
-
-    def __call__(self):
-        if self.is_first:
-            self.is_first = False
-            return self.function()
-        self.replay = self.replay or capture(self.function, self.pool)
-        self.replay()
-
-
 class Decoder:
     """rollout.decode for one GPT. read, sample: read_one and sample, perhaps compiled."""
 
@@ -234,7 +219,7 @@ class Decoder:
         self.half = None        # HalfWeights, made at the first call under autocast
         self.now = None         # the GPT that the steps run: the model, or half.model
         self.memory = None
-        self.steps = {}         # {(n, W, temperature): Step}
+        self.graphs = {}        # {(n, W, temperature): a function that launches the step's graph}
         self.V = len(model.lm_head.weight)
         self.on_gpu = model.lm_head.weight.is_cuda
         self.pool = None        # memory that all graphs share, since no two run at once
@@ -245,13 +230,14 @@ class Decoder:
         old = self.memory
         dtype = prompts.layers[0].dtype
         if old is None or old.dtype != dtype or old.N < N or old.S < S:
-            most = (old.N, old.S) if old else (0, 0)
+            if old:
+                N, S = max(N, old.N), max(S, old.S)
             self.memory = old = None        # free it before a larger one is made
-            self.steps.clear()
+            self.graphs.clear()
             if self.on_gpu:
                 self.pool = torch.cuda.graph_pool_handle()      # the last one ended with its graphs
-            S = -(-S // 16) * 16            # attention's kernels need a multiple of 16
-            self.memory = Memory(prompts, max(size_for(N, ROWS), most[0]), max(S, most[1]))
+            # attention's kernels need a multiple of 16
+            self.memory = Memory(prompts, size_for(N, ROWS), -(-S // 16) * 16)
 
     def draw(self, h, temperature):
         """Draw the next token of rows (n,) from the hidden states h (n, C) before it."""
@@ -272,7 +258,7 @@ class Decoder:
     def read_and_draw(self, n, W, temperature):
         """Read the last of W tokens of n rows, and draw the next."""
         m = self.memory
-        layers = [(keys[:n, :, :W], values[:n, :, :W]) for keys, values in m.layers]
+        layers = [kv[:, :n, :, :W] for kv in m.layers]
         h = self.read(self.now, m.ids[:n], m.seen[:n, :W], layers, m.length)    # (n, C)
         m.length += 1
         self.draw(h, temperature)
@@ -281,10 +267,14 @@ class Decoder:
         """read_and_draw for at least n rows and W tokens."""
         size = min(size_for(n, ROWS), self.memory.N), min(size_for(W, WIDTH), self.memory.S)
         key = *size, temperature
-        function = functools.partial(self.read_and_draw, *key)
-        if not self.on_gpu or key not in self.steps and len(self.steps) == MOST:
-            return function()
-        self.steps.setdefault(key, Step(function, self.pool))()
+        if key in self.graphs:
+            return self.graphs[key]()
+
+        # the first of its size runs as it is, which loads its kernels. To capture is not to run
+        step = functools.partial(self.read_and_draw, *key)
+        step()
+        if self.on_gpu and len(self.graphs) < MOST:
+            self.graphs[key] = capture(step, self.pool)
 
     def __call__(self, model, prompt, attention_mask, r, noise, sampling, respond=None):
         """See rollout.decode."""
@@ -307,7 +297,7 @@ class Decoder:
         self.memory.load(cache, attention_mask, N // B)
         del cache
 
-        # CHUNK tokens, then a check: rows that still run fill the places of those that have ended
+        # CHUNK tokens, then a look: rows that still run fill the places of those that have ended
         rows = torch.arange(N, device=prompt.device)    # of r, in the order of the memory
         for start in range(0, T, CHUNK):
             n = len(rows)

@@ -141,11 +141,11 @@ def test_few_graphs_are_made_and_used_again(captures, monkeypatch):
         assert_same_tokens(model, decoder=decoder)
     assert len(captures) <= 3, "there is a graph for every size"
     memory = decoder.memory
-    old = [*decoder.steps.values()]
+    old = [*decoder.graphs.values()]
     assert_same_tokens(model, PROMPTS * 3, decoder=decoder)
     assert decoder.memory.N > memory.N
-    assert 0 < len(decoder.steps) <= 3
-    assert not {*old} & {*decoder.steps.values()}, "a graph writes to memory that is no more"
+    assert 0 < len(decoder.graphs) <= 3
+    assert not {*old} & {*decoder.graphs.values()}, "a graph writes to memory that is no more"
 
 
 def test_a_temperature_of_its_own_is_a_graph_of_its_own(captures):
