@@ -8,7 +8,6 @@ gradient, tracin.py takes that gradient apart.
     N   rows of a batch                     n   rows of the current step or micro-batch
     G   completions of a prompt             T   tokens in the longest completion
 """
-import itertools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,44 +29,48 @@ from rollout import (
 class Batch:
     """What an iteration learns from, the rows of a prompt side by side. A completion has sampled
     tokens (rollout.sampled_mask) and environment tokens, which the policy did not choose."""
+    # sampled and scored
     rollout: Rollout
-    advantages: Tensor = None   # (N,), with a critic (N, T)
-    loss_mask: Tensor = None    # (N, T) tokens that carry loss: a subset of sampled_mask
-    policy_mask: Tensor = None  # (N, T) of these, those with a policy gradient: all or some
-    ref_logp: Tensor = None     # (N, T) None at beta 0
-    returns: Tensor = None      # (N, T) regression targets of a critic
-    row_weights: Tensor = None  # (N,) factors on the rows' policy losses: 1, or by influence
-    prompts: list = None        # N of data.prompts.Prompt; from here on not for the loss
+    prompts: list = None        # N of data.prompts.Prompt
     completions: list = None    # N texts
     scores: Tensor = None       # (N, K) by each reward function, float64 on the CPU
     rewards: Tensor = None      # (N,) their weighted sum, likewise
-    kl: Tensor = None           # (N, T) with the KL in the reward, not yet times beta; or 0
-    influence: Tensor = None    # (N,) NaN where unknown
+    age: Tensor = None          # (N,) iterations since they were sampled: above 0 where replayed
     rounds: list = None         # how many groups were sampled in each round
     replaced: list = None       # Batches of the groups that resampling has replaced
-    age: Tensor = None          # (N,) iterations since they were sampled: above 0 where replayed
+
+    # made by grpo.add_advantages, for the loss
+    ref_logp: Tensor = None     # (N, T) None at beta 0
+    kl: Tensor = None           # (N, T) with the KL in the reward, not yet times beta; else 0
+    advantages: Tensor = None   # (N,), with a critic (N, T)
+    returns: Tensor = None      # (N, T) regression targets of a critic
+    loss_mask: Tensor = None    # (N, T) tokens that carry loss: a subset of sampled_mask
+    policy_mask: Tensor = None  # (N, T) of these, the ones with a policy gradient: all or some
+    row_weights: Tensor = None  # (N,) factors on the rows' policy losses: 1, or by influence
+    influence: Tensor = None    # (N,) for the log; NaN where unknown
 
     def __post_init__(self):
         if self.age is None and self.rollout is not None:
             self.age = torch.zeros_like(self.rollout.ended, dtype=torch.long)
 
     def __getitem__(self, rows):
-        """What the loss needs of these rows: without prompts, texts and rewards."""
-        names = ("rollout", "advantages", "loss_mask", "policy_mask", "ref_logp", "returns",
-                 "row_weights", "kl", "age")
-        known = [name for name in names if getattr(self, name) is not None]
-        return Batch(**{name: getattr(self, name)[rows] for name in known})
+        """These rows for the loss: its tensors, without prompts, texts and rewards."""
+        names = ("rollout", "age", "ref_logp", "kl", "advantages", "returns", "loss_mask",
+                 "policy_mask", "row_weights")
+        columns = {name: getattr(self, name) for name in names}
+        return Batch(**{name: x[rows] for name, x in columns.items() if x is not None})
 
-    def where(self, mask):
-        """The Batch of some rows, mask (N,), before there are advantages."""
-        return Batch(
-            self.rollout[mask], prompts=[*itertools.compress(self.prompts, mask)],
-            completions=[*itertools.compress(self.completions, mask)], scores=self.scores[mask],
-            rewards=self.rewards[mask], age=self.age[mask])
+    def subset(self, rows):
+        """The same with prompts, texts, scores and rewards. rows: indices (m,), or a mask (N,)."""
+        places = torch.arange(len(self.prompts))[rows.cpu()].tolist()
+        return replace(
+            self[rows], prompts=[self.prompts[i] for i in places],
+            completions=[self.completions[i] for i in places],
+            scores=self.scores[places], rewards=self.rewards[places])
 
     @staticmethod
     def joined(batches):
-        """The rows of several Batches, before there are advantages."""
+        """The rows of several Batches as they were sampled and scored, without advantages."""
         return Batch(
             concatenate([b.rollout for b in batches]),
             prompts=sum((b.prompts for b in batches), []),
@@ -78,21 +81,21 @@ class Batch:
 
     @property
     def is_replayed(self):
-        """Whether some rows are of earlier iterations, by a policy that has changed since."""
+        """Whether some rows come from earlier iterations: the policy has changed since."""
         return bool(self.age.any())
 
     @property
     def fresh(self):
         """The rows that this iteration has sampled."""
-        return self.where((self.age == 0).cpu()) if self.is_replayed else self
+        return self.subset(self.age == 0) if self.is_replayed else self
 
     @property
     def everything(self):
-        """All that this iteration has sampled: its rows, and behind them those that resampling has
-        replaced."""
+        """All rows that this iteration has sampled; the ones that resampling has replaced come
+        last."""
         if not self.replaced:
             return self.fresh
-        # without `allowed`, which is large and not needed here
+        # without `allowed`, which is large and not needed for this
         parts = [replace(b, rollout=replace(b.rollout, allowed=None))
                  for b in (self.fresh, *self.replaced)]
         return Batch.joined(parts)
@@ -105,8 +108,8 @@ class Batch:
         return self.advantages.sum(1) / self.rollout.sampled_mask.sum(1).clamp(min=1)
 
     def equal_rows(self, num_generations):
-        """(N,) True where the rewards of the row's group are all equal: it teaches nothing. A KL
-        penalty in the reward is ignored here: it differs by noise alone."""
+        """(N,) True where the rewards of the row's group are all equal: it teaches nothing. A KL in
+        the reward is ignored, since it differs by noise alone."""
         equal = all_equal(self.rewards.view(-1, num_generations))
         return equal.repeat_interleave(num_generations)
 
@@ -116,13 +119,13 @@ class Batch:
 
 
 class Step(NamedTuple):
-    """An optimizer step: its rows of the batch, and the divisors of its loss. They count the whole
-    mini-batch, so that the losses of some of its rows simply add up, and so that a row which
-    influence has dropped makes the others no heavier."""
+    """An optimizer step: its rows of the batch, and the divisors of its loss. The divisors count
+    the whole mini-batch. So the losses of its parts simply add up, and a row that influence has
+    dropped makes the rest no heavier."""
     epoch: int
-    rows: Tensor        # (n,) those that are computed
-    num_rows: int       # of the mini-batch
-    num_tokens: int     # with loss, likewise
+    rows: Tensor        # (n,) computed in this step
+    num_rows: int       # in the mini-batch
+    num_tokens: int     # with loss, in the mini-batch
 
 
 ZERO = torch.tensor(0.0)
@@ -130,15 +133,17 @@ ZERO = torch.tensor(0.0)
 
 @dataclass
 class Loss:
-    """The loss of some rows: the sum of its parts, () each, with gradient."""
+    """The loss of some rows: the sum of its parts, each a scalar () with gradient."""
     policy: Tensor              # what influence scores and reweights; the rest uses every row
-    kl: Tensor = ZERO           # beta * KL, if kl_in = "loss"
+    kl: Tensor = ZERO           # already times beta; 0 unless kl_in = "loss"
     entropy: Tensor = ZERO      # -entropy_coef * entropy
     critic: Tensor = ZERO       # value_coef * error
-    logp: Tensor = None         # (n, T) with gradient; from here on for influence, metrics
+
+    # for influence and metrics
+    logp: Tensor = None         # (n, T) with gradient
     ratio: Tensor = None        # (n, T), or (n, 1) at sequence level
     kl_by_token: Tensor = None  # (n, T) times the token's ratio, or None
-    batch: Batch = None         # of these rows
+    batch: Batch = None         # these rows
 
     @property
     def rest(self):             # zero unless cfg.has_rest
@@ -174,23 +179,21 @@ def kl_estimate(logp, ref_logp, estimator="k3"):
     return torch.expm1(bounded(d)) - d      # never negative, and unbiased
 
 
-def clipped_objective(ratio, logp, A, cfg):
-    """What the policy maximises, for each token: min(ratio A, clamp(ratio, low, high) A). ratio,
-    logp (n, T), A (n,) or (n, T).
+def clipped_objective(ratio, A, cfg):
+    """What the policy maximises, for each token: min(ratio A, clamp(ratio, low, high) A). ratio (n,
+    T) or (n, 1), A (n, 1) or (n, T).
 
-    A config file's `objective`, or a different loss_type (extras/variants), takes its place. At
-    ratio 1 the gradient of each in extras/variants is A times that of logp: tracin.Recording builds
-    on it where A is one number for a row.
+    At ratio 1 its gradient is A times the gradient of logp, and so it is for each objective in
+    extras/variants: tracin.Recording builds on it where A is one number for a row.
     """
     # the smaller of the two: nothing is gained by a ratio beyond the clip
-    A = A.view(len(A), -1)              # (n, 1), or (n, T)
     low, high = cfg.clip_range
     return torch.min(ratio * A, ratio.clamp(low, high) * A)
 
 
 def clipped(ratio, A, cfg):
-    """Which tokens it holds back: those that the advantage pushes further out -> {metric: (n, T)
-    True there}."""
+    """The tokens that clipped_objective holds back, where the advantage pushes a ratio further out
+    -> {metric: (n, T) True there}."""
     low_bound, high_bound = cfg.clip_range
     low = (ratio < low_bound) & (A < 0)
     high = (ratio > high_bound) & (A > 0)
@@ -202,6 +205,7 @@ clipped_objective.clipped = clipped     # each objective brings its own clip met
 
 
 def objective_of(cfg):
+    """clipped_objective, unless the config file or loss_type brings a different objective."""
     return cfg.door("objective", clipped_objective)
 
 
@@ -209,32 +213,32 @@ def objective_of(cfg):
 # a step
 
 
-def by_token(x, num_tokens):
-    """dapo's divisor: a token counts the same, whatever row it stands in."""
-    return x.sum() / max(num_tokens, 1)
-
-
 def aggregate(x, mask, step, cfg):
-    """Sum of x (n, T) or (n, 1) over the tokens with loss, divided by the tokens of the step; or
-    by what a config file's `divide`, or a different loss_type, divides by: ()."""
-    total = cfg.call("divide", by_token, x=x * mask, mask=mask, num_rows=step.num_rows,
-                     num_tokens=step.num_tokens, cfg=cfg)
+    """Sum of x (n, T) or (n, 1) over the tokens with loss, divided by the tokens of the step: ().
+    A token counts the same, whatever row it stands in (DAPO)."""
+    x = x * mask
+    if not cfg.door("divide"):
+        return x.sum() / max(step.num_tokens, 1)
+
+    # or divided as the config file, or loss_type, says
+    total = cfg.call("divide", x=x, mask=mask, num_rows=step.num_rows, num_tokens=step.num_tokens,
+                     cfg=cfg)
     if total.shape != ():
         raise BadInput(f"divide returned {shown(total)}: must be one number, of all x")
     return total
 
 
 def by_micro_batch(cfg):
-    """Whether the divisor is one of the micro-batch, so that it matters which rows are in it."""
-    return getattr(cfg.door("divide", by_token), "by_micro_batch", False)
+    """Whether a micro-batch has a divisor of its own, so that it matters which rows are in it."""
+    return getattr(cfg.door("divide"), "by_micro_batch", False)
 
 
 def grpo_loss(logp, b, step, cfg):
-    """The policy's loss and the KL -> Loss. b: the rows of a Batch. logp (n, T): their log-probs,
-    with gradient."""
+    """The policy's loss and the KL -> Loss. b: rows of a Batch. logp (n, T): the log-probs of their
+    tokens now, with gradient."""
     # outside the mask both log-probs become 0, so the ratio there is exp(0) = 1 and never NaN
     mask = b.loss_mask
-    unmasked_logp = logp        # the model's own output: influence differentiates by it
+    unmasked_logp = logp        # influence differentiates by the model's own output
     logp = logp.masked_fill(~mask, 0)
     old_logp = b.rollout.logp.masked_fill(~mask, 0)
 
@@ -246,26 +250,31 @@ def grpo_loss(logp, b, step, cfg):
     if importance := cfg.door("importance"):    # one for all tokens of a row
         ratio = bounded(importance(log_ratio, mask, A)).exp()           # (n, 1)
 
-    # the objective: clipped_objective above, unless the config file or loss_type replaces it.
-    # Tokens outside policy_mask get no push, but count in a sequence's ratio, the KL and the
+    # the objective: the clipped one, unless the config file or loss_type brings its own
+    if not cfg.door("objective"):
+        objective = clipped_objective(ratio, A, cfg)                    # (n, T) or (n, 1)
+    else:
+        objective = cfg.call("objective", ratio=ratio, logp=logp, A=A, old_logp=old_logp, mask=mask,
+                             cfg=cfg)
+        if objective.shape not in (mask.shape, ratio.shape):
+            raise BadInput(f"objective returned {shown(objective)}: must have the shape of ratio "
+                           f"or of logp, {tuple(ratio.shape)} or {tuple(mask.shape)}")
+
+    # tokens outside policy_mask get no push, but count in a sequence's ratio, the KL and the
     # divisors. row_weights are 1 unless influence has set them
-    objective = cfg.call("objective", clipped_objective, ratio=ratio, logp=logp, A=A,
-                         old_logp=old_logp, mask=mask, cfg=cfg)         # (n, T) or (n, 1)
-    if objective.shape not in (mask.shape, ratio.shape):
-        raise BadInput(f"objective returned {shown(objective)}: must have the shape of ratio or of "
-                       f"logp, {tuple(ratio.shape)} or {tuple(mask.shape)}")
     objective = objective * b.policy_mask                               # (n, T)
     policy = aggregate(-objective * b.row_weights[:, None], mask, step, cfg)
     loss = Loss(policy, logp=unmasked_logp, ratio=ratio.detach(), batch=b)
 
-    # and stay near the reference. The tokens are the sampler's, so each counts by its own ratio, at
-    # sequence level too: value and gradient are then those of the KL (DeepSeek-V3.2, 2025)
+    # and stay near the reference. The tokens were drawn by the sampler, so each is multiplied by
+    # its own ratio, at sequence level too: mean and gradient are then right (DeepSeek-V3.2, 2025)
     if cfg.kl_in_loss:
         kl = kl_estimate(logp, b.ref_logp.masked_fill(~mask, 0), cfg.kl_estimator)  # (n, T)
         corrected = kl * token_ratio                                                # (n, T)
-        loss.kl_by_token = corrected.detach()
-        loss.kl = cfg.beta * aggregate(
-            corrected if cfg.door("corrects_kl", True) else kl, mask, step, cfg)
+        loss.kl_by_token = corrected.detach()       # the log has this one in any case
+        if not cfg.door("corrects_kl", True):       # k2, and use_bias_correction_kl = False
+            corrected = kl
+        loss.kl = cfg.beta * aggregate(corrected, mask, step, cfg)
     return loss
 
 
@@ -280,7 +289,7 @@ def loss_of(setup, policy, batch, rows, step, cfg):
             entropies = completion_entropies(policy, b.rollout, cfg.temperature, states)
     loss = grpo_loss(logp, b, step, cfg)
 
-    # a bonus for being unsure: the mean over the tokens of the step, whatever `divide` says
+    # a bonus for being unsure: the mean over the tokens of the step, also with a different divisor
     if cfg.entropy_coef:
         total = entropies.masked_fill(~b.loss_mask, 0).sum()
         loss.entropy = -cfg.entropy_coef * total / max(step.num_tokens, 1)
@@ -296,8 +305,8 @@ def loss_of(setup, policy, batch, rows, step, cfg):
 def micro_batches(rollout, rows, cfg):
     """Split this process's share of some rows (n,) into micro-batches; () if it has none."""
     mine = rows[shard(len(rows))]
-    # rows of similar length share a piece, which saves padding. The order changes no result, unless
-    # the loss is divided by the tokens of a piece: then rows stay as they are
+    # rows of similar length go together, which saves padding. Where the loss is divided by the
+    # tokens of a micro-batch it matters which these are: then rows keep their random order
     if not by_micro_batch(cfg):
         lengths = rollout.completion_mask[mine].sum(1)                              # (n,)
         mine = mine[lengths.argsort(stable=True)]
@@ -305,10 +314,8 @@ def micro_batches(rollout, rows, cfg):
 
 
 def losses(setup, policy, batch, step, cfg):
-    """The Loss of a step, micro-batch by micro-batch, each with its rows. Run its backward before
-    taking the next, so that only one is in memory; their gradients add up in .grad.
-
-    policy: setup.fast(setup.policy), which may be compiled, or the plain one.
-    """
+    """(Loss, rows) of each micro-batch of a step. Run its backward before taking the next, so that
+    only one is in memory; their gradients add up in .grad. policy: setup.policy, or what
+    setup.fast makes of it."""
     for rows in micro_batches(batch.rollout, step.rows, cfg):
         yield loss_of(setup, policy, batch, rows, step, cfg), rows

@@ -39,15 +39,6 @@ def numbers(what, returned, *shapes):
     return x
 
 
-def subset(batch, rows):
-    """The Batch of some rows (m,), with prompts, texts, scores and rewards."""
-    ids = rows.tolist()
-    return replace(
-        batch[rows], prompts=[batch.prompts[i] for i in ids],
-        completions=[batch.completions[i] for i in ids], scores=batch.scores[ids],
-        rewards=batch.rewards[ids])
-
-
 def private_copy(batch):
     """The batch with prompts, texts, scores and rewards that a function may change. Row by row,
     since rows of a prompt are one object."""
@@ -106,7 +97,7 @@ def own_weights(recording, influence):
                         give what any weights would make of the gradient
     """
     weigh = recording.cfg.functions["weigh"]
-    batch = private_copy(subset(recording.batch, recording.step.rows))
+    batch = private_copy(recording.batch.subset(recording.step.rows))
     offered = dict(influence=influence.clone(), self_influence=None, recording=recording,
                    batch=batch)
     given = select_arguments("weigh", weigh, offered)

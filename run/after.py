@@ -149,5 +149,5 @@ def after_iteration(setup, it, cfg, batch, metrics):
     memory = json.loads(json.dumps(setup.memory))
     mine = changed, memory, mask_of(keep, batch, cfg).tolist()
     changed, setup.memory, keep = all_gather([mine])[0]
-    setup.replay = batch.where(torch.tensor(keep)) if any(keep) else None
+    setup.replay = batch.subset(torch.tensor(keep)) if any(keep) else None
     change(cfg, changed)

@@ -224,7 +224,7 @@ class Settings(*settings_of_extras()):
                 default = extra.doors(self).get(name, default)
         return default
 
-    def call(self, name, default, **offered):
+    def call(self, name, default=None, **offered):
         """Call the function of a door with the arguments it takes, by name."""
         function = self.door(name, default)
         return function(**select_arguments(name, function, offered))

@@ -286,8 +286,9 @@ def loss_of_rows(logp, old_logp, advantages, mask, ref_logp=None, policy_mask=No
     skip_for(**knobs)
     step = SimpleNamespace(num_rows=num_rows or len(logp), num_tokens=num_tokens or int(mask.sum()))
     rollout = Rollout(mask, mask, mask, mask, old_logp, old_logp, mask.any(1))
-    batch = Batch(rollout, advantages, mask, mask if policy_mask is None else policy_mask,
-                       ref_logp, row_weights=torch.ones(len(mask)))
+    batch = Batch(
+        rollout, advantages=advantages, loss_mask=mask, ref_logp=ref_logp,
+        policy_mask=mask if policy_mask is None else policy_mask, row_weights=torch.ones(len(mask)))
     return grpo_loss(logp, batch, step, Settings(**knobs))
 
 

@@ -100,7 +100,7 @@ def judge_advantages(yours, rewards, G):
 
 def judge_objective(yours, ratio, A, cfg):
     rho = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon)
-    right = torch.cat([clipped_objective(ratio, None, a.expand(len(ratio)), cfg) for a in A], dim=1)
+    right = torch.cat([clipped_objective(ratio, a, cfg) for a in A], dim=1)
     judge(yours, right, {
         "no min: now a token that went the wrong way is left alone, too": rho * A,
         "max in place of min: now a ratio beyond the clip is worth more than one within it":

@@ -147,8 +147,7 @@ judge_objective(objective, ratio, A, cfg)
 # %%
 plt.figure(figsize=(5, 3))
 for a in A:
-    # None: the log-probs, which the clip does not look at, and further objectives do
-    curve = clipped_objective(ratio, None, a.expand(len(ratio)), cfg)
+    curve = clipped_objective(ratio, a, cfg)
     plt.plot(ratio, curve, label=f"advantage {a:+g}")
 picture("4_clip", f"ratio = policy / sampler; epsilon = {cfg.epsilon}", "objective")
 
@@ -262,7 +261,7 @@ def restart():
 def gains_of(how):
     """What each of the M tokens has gained, in units of its advantage's size."""
     loss = loss_of(setup, setup.policy, batch, step.rows, step, how)
-    now, before = (clipped_objective(ratio, None, batch.advantages, how)[mask]
+    now, before = (clipped_objective(ratio, batch.advantages[:, None], how)[mask]
                    for ratio in (loss.ratio, torch.ones_like(loss.ratio)))
     return (now - before)[before != 0] / before[before != 0].abs()
 

@@ -27,8 +27,8 @@ def resample(setup, it, batch, cfg, sample):
         prompts = list(itertools.islice(further, missing))
         fresh = sample(prompts, seed=seed_for(cfg.seed, "resample", it, number))
         rounds = batch.rounds + fresh.rounds
-        replaced.append(batch.where(~differ))
-        batch = Batch.joined([batch.where(differ), fresh])
+        replaced.append(batch.subset(~differ))
+        batch = Batch.joined([batch.subset(differ), fresh])
         batch.rounds = rounds
     batch.replaced = replaced       # for the log: the policy has written them, too
     return batch
