@@ -71,7 +71,7 @@ class HalfLinear(nn.Linear):
 
 
 def is_half(layer):
-    """Whether all weights of a layer are numbers of bfloat16, as in most published models."""
+    """Whether bfloat16 would change no weight of a layer, as in most published models."""
     return all(torch.equal(p, p.bfloat16().to(p.dtype)) for p in layer.parameters())
 
 
@@ -93,12 +93,12 @@ def to_float(model):
 # ------------------------------------------------------------------------------------------------
 # log-probs: their logits are most of a step's memory
 
-LOGITS_KEPT = 2 ** 27       # at most, for the backward: 0.5 GB; entropies keep three times as much
-LOGITS_AT_ONCE = 2 ** 23    # at most on a CPU, where allocating memory is slow
+LOGITS_KEPT = 2 ** 27       # at most for the backward, 0.5 GB; entropies keep three times as much
+LOGITS_AT_ONCE = 2 ** 23    # at most in a piece on a CPU, where allocating memory is slow
 
 
 def in_pieces(function, V, h, targets, allowed):
-    """Apply function(h (m, C), targets (m,), allowed (m, V) or None) -> (m, 1) to all M tokens in
+    """function(h (m, C), targets (m,), allowed (m, V) or None) -> (m, 1), applied to M tokens in
     pieces that fit into memory -> (M, 1). With more than LOGITS_KEPT logits, the backward computes
     each piece again."""
     if len(h) * V > LOGITS_KEPT:
@@ -156,17 +156,20 @@ def log_prob(logits, targets):
     return (LogProbOfHalf if is_half else LogProb).apply(logits, targets)
 
 
-def logits_in(buffer, h, head, temperature, allowed):
-    """Logits (m, V) of hidden states h (m, C), in the first rows of a buffer."""
-    weight, bias = head
-    logits = torch.mm(h, weight.T, out=buffer[:len(h)])
-    if bias is not None:
-        logits += bias
-    if temperature != 1:
-        logits /= temperature
-    if allowed is not None:
-        logits.masked_fill_(~allowed, -math.inf)
-    return logits
+def buffered_logits(h, weight, bias, allowed, temperature):
+    """(rows, logits (m, V)) of hidden states h (M, C), piece by piece, in one buffer."""
+    m = max(1, LOGITS_AT_ONCE // len(weight))
+    buffer = h.new_empty(min(m, len(h)), len(weight))
+    for i in range(0, len(h), m):
+        rows = slice(i, i + m)
+        logits = torch.mm(h[rows], weight.T, out=buffer[:len(h[rows])])
+        if bias is not None:
+            logits += bias
+        if temperature != 1:
+            logits /= temperature
+        if allowed is not None:
+            logits.masked_fill_(~allowed[rows], -math.inf)
+        yield rows, logits
 
 
 class BufferedLogProb(torch.autograd.Function):
@@ -180,14 +183,9 @@ class BufferedLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, weight, bias, targets, allowed, temperature):
-        m = max(1, LOGITS_AT_ONCE // len(weight))
-        buffer = h.new_empty(min(m, len(h)), len(weight))
         logp = h.new_empty(len(h))
         totals = h.new_empty(len(h), 1)
-        for i in range(0, len(h), m):
-            rows = slice(i, i + m)
-            can_draw = None if allowed is None else allowed[rows]
-            logits = logits_in(buffer, h[rows], (weight, bias), temperature, can_draw)
+        for rows, logits in buffered_logits(h, weight, bias, allowed, temperature):
             target = logits.gather(1, targets[rows, None])
             # the log of the sum of exponentials, in place
             most = logits.amax(1, keepdim=True)
@@ -214,12 +212,7 @@ class BufferedLogProb(torch.autograd.Function):
         of_h = torch.zeros_like(h) if needs_h else None
         of_weight = torch.zeros_like(weight) if needs_weight else None
         of_bias = torch.zeros_like(bias) if needs_bias else None
-        m = max(1, LOGITS_AT_ONCE // len(weight))
-        buffer = h.new_empty(min(m, len(h)), len(weight))
-        for i in range(0, len(h), m):
-            rows = slice(i, i + m)
-            can_draw = None if allowed is None else allowed[rows]
-            logits = logits_in(buffer, h[rows], (weight, bias), ctx.temperature, can_draw)
+        for rows, logits in buffered_logits(h, weight, bias, allowed, ctx.temperature):
             # the logits' gradient: grad * (one-hot - probability), as in LogProb
             slope = grad[rows, None] / ctx.temperature
             slopes = logits.sub_(totals[rows]).exp_().mul_(-slope)                      # (m, V)
@@ -235,15 +228,15 @@ class BufferedLogProb(torch.autograd.Function):
 
 def can_buffer(model, h):
     """Whether BufferedLogProb can be used for hidden states h (M, C): on a CPU, with more logits
-    than one piece, if the backward keeps none of them, and with a plain head without hooks (a tape
-    adds some)."""
+    than one piece, or than a backward keeps, and with a plain head without hooks (a tape adds
+    some)."""
     head = model.lm_head
-    size = len(h) * len(head.weight)
-    kept = torch.is_grad_enabled() and size <= LOGITS_KEPT
+    is_large = len(h) * len(head.weight) > (
+        LOGITS_KEPT if torch.is_grad_enabled() else LOGITS_AT_ONCE)
     is_plain = getattr(head, "kind", type(head)) is torch.nn.Linear and not (
         head._forward_hooks or head._forward_pre_hooks or head._backward_hooks)
     is_float = head.weight.dtype == h.dtype and not torch.is_autocast_enabled("cpu")
-    return h.device.type == "cpu" and size > LOGITS_AT_ONCE and not kept and is_plain and is_float
+    return h.device.type == "cpu" and is_large and is_plain and is_float
 
 
 # ------------------------------------------------------------------------------------------------
@@ -275,8 +268,8 @@ def attend_on_cpu(q, k, v, mask, causal, scale):
 
 @contextlib.contextmanager
 def casts_kept(model):
-    """Around decoding: let autocast keep its casts of frozen weights, such as LoRA's base. It keeps
-    only casts of weights with requires_grad, and would cast frozen ones again for each token."""
+    """Around decoding: let autocast keep its casts of frozen weights, such as LoRA's base. Else it
+    would cast them again for each token: it keeps casts of weights with requires_grad alone."""
     frozen = [p for p in getattr(model, "parameters", tuple)() if not p.requires_grad]
     try:
         for p in frozen:

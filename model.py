@@ -60,10 +60,10 @@ def rotate(x, cos, sin):
 def scale_frequency(frequency, factor, low, high, block_size):
     """The rotary frequencies (hs / 2,) of a model first trained on block_size positions, by
     NTK-by-parts (Peng et al. 2023). Channels that turn `high` times or more within block_size keep
-    their frequency; those that turn `low` times or less become `factor` times slower."""
+    their frequency, channels that turn `low` times or less become `factor` times slower."""
     turns = block_size * frequency / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequency * (kept + (1 - kept) / factor)
+    share = ((turns - low) / (high - low)).clamp(0, 1)      # 1: unchanged
+    return frequency * (share + (1 - share) / factor)
 
 
 def attend(q, k, v, mask, causal, scale):
@@ -72,9 +72,9 @@ def attend(q, k, v, mask, causal, scale):
     nh, T = q.shape[1:3]
     nkv = k.shape[1]
 
-    # the formula is faster for short sequences on a CPU
-    formula_up_to = 128 if q.dtype == torch.bfloat16 else 1     # tokens, as measured
-    if q.device.type == "cpu" and T <= formula_up_to:
+    # on a CPU the formula is faster for short sequences, as measured
+    short = 128 if q.dtype == torch.bfloat16 else 1         # tokens
+    if q.device.type == "cpu" and T <= short:
         return attend_on_cpu(q, k, v, mask, causal, scale)
 
     # torch's fast kernels on a GPU do not take groups together with a mask
@@ -110,7 +110,7 @@ class Attention(nn.Module):
         # queries, keys and values of all heads from one matrix
         heads = [self.n_head, self.n_kv_head, self.n_kv_head]
         q, k, v = self.c_attn(x).view(B, T, -1, self.hs).split(heads, dim=2)  # (B, T, heads, hs)
-        if self.qk_norm:    # in the dtype of x and the weights, also under autocast
+        if self.qk_norm:    # in the dtype of x, also under autocast
             q = self.q_norm(q.to(x.dtype))
             k = self.k_norm(k.to(x.dtype))
         if rope is not None:
@@ -118,7 +118,7 @@ class Attention(nn.Module):
             k = rotate(k, *rope)
         q, k, v = (y.to(v.dtype).transpose(1, 2) for y in (q, k, v))          # (B, heads, T, hs)
 
-        # append k and v to the cache, if there is one
+        # append k and v to the cache, and see all that is in it
         if extend_cache is not None:
             k, v = extend_cache(k, v)                                         # (B, nkv, S, hs)
         # torch.compile needs a bool: the symbol `T > 1` would break the graph
@@ -209,8 +209,8 @@ class Cache:
 
 
 class GPT(nn.Module):
-    """The model up to its hidden states: the vocabulary head is expensive, and few tokens need it.
-    `model.lm_head(model(idx))` is (B, T, V). rollout.py lists what a policy must provide."""
+    """The model up to its hidden states; `model.lm_head(model(idx))` are the logits (B, T, V). The
+    head is expensive, and few tokens need it. rollout.py lists what a policy must provide."""
 
     def __init__(self, config):
         super().__init__()
@@ -218,7 +218,7 @@ class GPT(nn.Module):
             raise ValueError(f"n_embd = {config.n_embd} must be a multiple of n_head")
         self.config = config
         self.block_size = config.block_size
-        self.recompute = False  # True: keep only a block's input and recompute it in the backward
+        self.recompute = False  # True: keep a block's input alone, run it again in the backward
 
         # tokens and their positions, blocks, and a last norm
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
@@ -244,10 +244,10 @@ class GPT(nn.Module):
         """Token ids idx (B, T) -> hidden states (B, T, C).
 
         cache: from new_cache. It holds the tokens before these, and afterwards these as well.
-        attention_mask (B, S), for the tokens in the cache and these: False on padding, which other
-        tokens do not see and which takes up no position. None: not padded.
+        attention_mask (B, S), for the tokens in the cache and these: False on padding, which no
+        token sees and no position counts. None: not padded.
         """
-        # at which position is each token, and which others does it see?
+        # at which position is each token, and what does it see?
         T = idx.shape[1]
         start = 0 if cache is None else cache.length
         column = start + torch.arange(T, device=idx.device)                         # (T,)
@@ -283,7 +283,7 @@ class GPT(nn.Module):
                 return column.expand(B, T), None
             attention_mask = torch.ones(B, S, dtype=torch.bool, device=idx.device)
 
-        # for example a row with two columns of padding:
+        # a row with two columns of padding:
         #     attention_mask      0 0 1 1 1
         #     pos                 0 0 0 1 2
         #     query 3 sees        . . x x .     itself and what is before it, never padding

@@ -36,7 +36,7 @@ from data.tokenizer import load_tokenizer, texts_of
 from data.weights import load_gpt
 from judge import load_judge
 from judge.scorer import says_nothing
-from rollout import completion_logprobs, generate
+from rollout import completion_logprobs, generate       # the two to read next
 from tape import Tape
 
 # ------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def logprobs(model, rollout):
 
 
 def grpo_loss(logp, old_logp, ref_logp, A, mask, num_tokens):
-    """What n completions add to the loss -> the policy's part (), the KL to the reference ().
+    """What n completions add to the loss -> the policy's part and the KL to the reference, scalars.
 
     Log-probs (n, T) of their tokens now, when they were drawn, and under the reference; advantages
     A (n, 1); mask (n, T), True on the tokens. num_tokens: of all N completions.
@@ -170,7 +170,7 @@ for it in range(max_iters):
 
     # score: the probability of "not toxic". A completion without a word gets none: NaN
     with autocast(device, dtype):
-        rewards = (-judge(texts)).sigmoid().double()                # (N,) means are in float64
+        rewards = (-judge(texts)).sigmoid().double()                # (N,) float64, on the CPU
     rewards[[says_nothing(text) for text in texts]] = torch.nan
     known = rewards[~rewards.isnan()]
 
@@ -183,7 +183,7 @@ for it in range(max_iters):
 
     # reference: how likely was each token before training? Rows of similar length go together: that
     # saves padding
-    micro_batches = mask.sum(1).argsort(stable=True).split(micro_batch_size)
+    micro_batches = mask.sum(1).argsort(stable=True).split(micro_batch_size)    # of row numbers
     ref_logp = torch.zeros_like(rollout.logp)                       # (N, T)
     with torch.no_grad():
         for rows in micro_batches:

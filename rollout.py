@@ -22,13 +22,13 @@ Optional:
 It stays in eval mode, even in training: a Dropout in it does nothing, since trainer and sampler
 must agree about every token.
 
-Influence needs the large trained matrices in layers that tape.py knows. A whole run needs a class,
-which model.Policy names: Policy(config) makes a policy from a model.GPTConfig, and policy.config
-returns it. Only a model.GPT can be sampled compiled (extras/compiled) or exported (extras/hub).
+A run makes its policies by the class that model.Policy names: Policy(config), of a model.GPTConfig,
+which policy.config returns. Influence needs the large trained matrices in layers that tape.py
+knows. Only a model.GPT can be sampled compiled (extras/compiled) or exported (extras/hub).
 
 Shapes: B prompts of width P (left-padded), N = B * num_generations completions of at most T tokens,
-V = vocab_size, C channels, n completions that still run, M sampled tokens of all completions. A
-token of a completion is sampled by the policy or written by an environment.
+V = vocab_size, C channels, n completions that still run, M sampled tokens in all completions. The
+policy samples a completion's tokens; an environment may write some of them.
 """
 import functools
 import math
@@ -57,20 +57,20 @@ class Rollout:
     entropy: Tensor             # (N, T) of the distribution sampled from, in nats; 0 elsewhere
     ended: Tensor               # (N,) False where the completion is truncated at T tokens
     allowed: Tensor = None      # (N, T, V) tokens that truncated sampling could draw; None: all
-    values: Tensor = None       # (N, T) a critic's, before each sampled token; 0 elsewhere
+    values: Tensor = None       # (N, T) a critic's values before each sampled token; 0 elsewhere
 
     def __getitem__(self, rows):
-        """The same rollout with only these rows (a slice gives views)."""
+        """The Rollout of these rows (a slice gives views)."""
         return self.map(lambda x: x[rows])
 
     def map(self, function):
-        """The rollout with function applied to each of its tensors."""
+        """The Rollout of what function makes of each tensor."""
         columns = {name: function(x) for name, x in vars(self).items() if x is not None}
         return Rollout(**columns)
 
     def resized(self, P, T):
-        """The rollout with P columns for prompts, at least as many as it has, and T for
-        completions: the first ones, or padding after the last."""
+        """The Rollout with P columns for prompts, at least as many as now, and T for completions,
+        which are cut or padded on the right."""
         old_T = self.logp.shape[1]
         old_P = self.tokens.shape[1] - old_T
 
@@ -86,8 +86,8 @@ class Rollout:
         return rollout
 
     def completions(self, eos):
-        """The ids of each completion without the end tokens (eos: a tuple) that the policy
-        sampled. With an environment, tokens may follow an end token."""
+        """The ids of each completion, without the end tokens (eos: a tuple) that the policy has
+        sampled. An environment may have written on after one."""
         T = self.completion_mask.shape[1]
         tokens = self.tokens[:, -T:].masked_fill(~self.completion_mask, -1)
         for end in eos:
@@ -95,9 +95,9 @@ class Rollout:
         return [[i for i in ids if i >= 0] for ids in tokens.tolist()]
 
     def record(self, rows, t, token, logp, entropy, values, ends):
-        """Write token t of these rows with its numbers, (n,) each. Rows that have ended stay as
-        they are, and so do an environment's tokens."""
-        # the policy's token, unless the row has ended or an environment has written
+        """Write token t of these rows with its numbers, (n,) each. Rows that have ended, and tokens
+        of an environment, stay as they are."""
+        # the policy's token, unless the row has ended or an environment has written one
         column = self.tokens.shape[1] - self.logp.shape[1] + t
         running = ~self.ended[rows]
         sampled = running & self.sampled_mask[rows, t]
@@ -114,7 +114,7 @@ class Rollout:
 
 
 def empty_rollout(prompt, attention_mask, num_generations, T, eos):
-    """The Rollout of prompts (B, P) to be filled in, padded with eos."""
+    """A Rollout of prompts (B, P) that decode fills in, padded with eos."""
     prompt = prompt.repeat_interleave(num_generations, 0)                           # (N, P)
     attention_mask = attention_mask.repeat_interleave(num_generations, 0)           # (N, P)
     logp = torch.zeros(len(prompt), T, device=prompt.device)                        # (N, T)
@@ -122,15 +122,15 @@ def empty_rollout(prompt, attention_mask, num_generations, T, eos):
         tokens=F.pad(prompt, (0, T), value=eos),
         attention_mask=F.pad(attention_mask, (0, T), value=True),
         completion_mask=torch.zeros_like(logp, dtype=torch.bool),
-        sampled_mask=torch.ones_like(logp, dtype=torch.bool),
+        sampled_mask=torch.ones_like(logp, dtype=torch.bool),   # False: reserved by an environment
         logp=logp,
         entropy=torch.zeros_like(logp),
         ended=torch.zeros_like(logp[:, 0], dtype=torch.bool))
 
 
 def concatenate(rollouts):
-    """Join rollouts -> Rollout of all their rows, as wide as the longest prompt and completion."""
-    # all as wide as the widest, then one under the other
+    """The Rollout of all rows of some rollouts, as wide as the longest prompt and completion."""
+    # all equally wide, then one under the other
     P = max(r.tokens.shape[1] - r.logp.shape[1] for r in rollouts)
     T = max(int(r.completion_mask.any(0).sum()) for r in rollouts)
     rollouts = [r.resized(P, T) for r in rollouts]
@@ -146,8 +146,8 @@ def concatenate(rollouts):
 
 
 class Sampling(NamedTuple):
-    """How tokens are sampled. The fields after temperature are rules of truncate; their defaults
-    keep all tokens. Each field but eos is a setting of the same name."""
+    """How tokens are sampled. Each field but eos is a setting of the same name. The last three are
+    rules of truncate; by default they keep all tokens."""
     eos: tuple              # tokens that end a completion; the first one pads what follows it
     temperature: float = 1.0
     top_k: int = 0
@@ -156,7 +156,7 @@ class Sampling(NamedTuple):
 
     @property
     def truncates(self):
-        """True if any truncation is on. The trainer then needs the mask of allowed tokens."""
+        """Whether a rule of truncate is on. The trainer then needs the mask of allowed tokens."""
         return self != Sampling(self.eos, self.temperature)
 
 
@@ -168,7 +168,7 @@ def truncate(logits, sampling):
         weakest = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < weakest, -math.inf)
 
-    # the fewest that add up to top_p: a token stays if those before it add up to less
+    # the fewest that add up to top_p: a token stays if the ones before it add up to less
     if sampling.top_p < 1:
         ordered, order = logits.sort(descending=True)
         probs = ordered.softmax(-1)
@@ -183,18 +183,18 @@ def truncate(logits, sampling):
     return logits
 
 
-def draw(probs, u):
-    """Draw a token per row by inverting the CDF: probs (N, V), which need not sum to 1, u (N,)
-    uniform in [0, 1) -> ids (N,). A token of probability 0 is never drawn."""
-    cdf = probs.cumsum(-1)
+def draw(weights, u):
+    """Draw a token per row by inverting the CDF: weights (N, V), in proportion to the
+    probabilities, u (N,) uniform in [0, 1) -> ids (N,). A token of weight 0 is never drawn."""
+    cdf = weights.cumsum(-1)
     where = u * cdf[:, -1]
     token = torch.searchsorted(cdf, where[:, None], right=True)
-    token = token.clamp(max=probs.shape[1] - 1)                                     # (N, 1)
-    # if rounding lands on a token of probability 0, fall back to the likeliest one
-    possible = probs.gather(1, token) > 0
-    if probs.device.type == "cpu" and possible.all():
+    token = token.clamp(max=weights.shape[1] - 1)                                   # (N, 1)
+    # if rounding lands on a token of weight 0, fall back to the likeliest one
+    possible = weights.gather(1, token) > 0
+    if weights.device.type == "cpu" and possible.all():
         return token[:, 0]      # argmax is slow on a CPU; on a GPU this check would synchronise
-    return torch.where(possible, token, probs.argmax(-1, keepdim=True))[:, 0]
+    return torch.where(possible, token, weights.argmax(-1, keepdim=True))[:, 0]
 
 
 def sample_token(model, h, r, rows, t, u, sampling):
@@ -229,13 +229,13 @@ CHECK_EVERY = {"cpu": 1, "cuda": 16}    # tokens; a check for finished rows sync
 def read_prompts(model, prompt, attention_mask, num_generations, S):
     """Read prompts (B, P) once for all of their completions -> the hidden states (N, C) before the
     first tokens, and a cache (or None) with room for S tokens."""
-    if not hasattr(model, "new_cache"):
-        cache = None
-        h = model(prompt, attention_mask)
-    else:
+    if hasattr(model, "new_cache"):
         cache = model.new_cache(prompt.shape[1])
         h = model(prompt, attention_mask, cache)
         cache = cache.repeat(num_generations, S)
+    else:
+        cache = None
+        h = model(prompt, attention_mask)
     return h[:, -1].repeat_interleave(num_generations, 0), cache
 
 
@@ -253,7 +253,7 @@ def drop_finished(rows, cache, ended):
     n = sum(running)
     if n == len(rows):
         return rows
-    # freed places are filled from the end, so that few rows move
+    # fill freed places from the end, so that few rows move
     late = (i for i in range(n, len(rows)) if running[i])
     order = [i if running[i] else next(late) for i in range(n)]
     order = torch.tensor(order, dtype=torch.long, device=rows.device)
@@ -266,13 +266,12 @@ def decode(model, prompt, attention_mask, r, noise, sampling, respond=None):
     """Fill in r, the empty rollout of prompts (B, P).
 
     attention_mask (B, P): False on the prompts' padding. None: the prompts are not padded.
-    respond(r, rows, t, column) is called when token t of rows (n,) is recorded in r.tokens[:,
-    column]. An environment may write its tokens after it, and say which rows have ended.
+    respond(r, rows, t, column): called when token t of rows (n,) stands in r.tokens[:, column]. An
+    environment may write its tokens after it, and end rows.
     """
     B, P = prompt.shape
     N, T = r.logp.shape
     check_every = CHECK_EVERY.get(prompt.device.type, 16)
-    # the prompts are read once for all of their completions
     h, cache = read_prompts(model, prompt, attention_mask, N // B, P + T)           # (N, C)
     rows = torch.arange(N, device=prompt.device)    # of r, in the order of the cache
     for t in range(T):
@@ -323,8 +322,8 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     only memory.
     part: a slice of the prompts to complete. Concatenating all parts gives what one call for all
     prompts returns.
-    respond(first, r, rows, t, column): as for decode, but row 0 of r is row `first` of all. The
-    policy reads the tokens that it writes; they have no log-prob and never end a completion.
+    respond(first, r, rows, t, column): as for decode; row 0 of r is row `first` of all. The policy
+    reads the tokens that it writes; they have no log-prob and never end a completion.
     decode: decode, or a faster function that does the same (graph.py).
     sampling: the fields of Sampling.
     """
@@ -363,15 +362,15 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     # an environment may have written tokens after the end
     r.sampled_mask &= r.completion_mask
     r.tokens[:, prompt.shape[1]:].masked_fill_(~r.completion_mask, sampling.eos[0])
-    return r if part else concatenate([r])
+    return r if part else concatenate([r])      # cut to the longest completion
 
 
 # ------------------------------------------------------------------------------------------------
 # log-probs of a rollout
 
 class States(NamedTuple):
-    """The hidden states that predict the M sampled tokens of a rollout."""
-    h: Tensor           # (M, C) hidden states before each token
+    """What predicts the M sampled tokens of a rollout."""
+    h: Tensor           # (M, C) the hidden state before each token
     targets: Tensor     # (M,) the tokens
     allowed: Tensor     # (M, V) tokens that truncated sampling could draw, or None
     where: tuple        # two index tensors (M,): the places in (N, T)
@@ -389,16 +388,14 @@ def completion_states(model, rollout):
     Skip columns that are padding in all rows, or that follow all sampled tokens."""
     attention_mask = rollout.attention_mask
     sampled = rollout.sampled_mask
-    if len(sampled) == 0:
-        raise ValueError("the rollout has no rows")
-
-    # from the first column with a token to the last sampled token of any row. One transfer for all
-    # numbers, since each transfer waits for the GPU
     P = attention_mask.shape[1] - sampled.shape[1]
-    first = attention_mask.any(0).long().argmax()
-    T = sampled.any(0).cumsum(0).argmax() + 1
-    shortest = attention_mask.sum(1).min()
-    first, T, shortest, M = torch.stack([first, T, shortest, sampled.sum()]).tolist()
+
+    # from the first column with a token to the last one with a sampled token, where their count
+    # stops to grow. All numbers in one transfer, since each waits for the GPU
+    first, last, shortest, M = torch.stack([
+        attention_mask.any(0).long().argmax(), sampled.any(0).cumsum(0).argmax(),
+        attention_mask.sum(1).min(), sampled.sum()]).tolist()
+    T = last + 1
 
     # the hidden state of a token predicts the next one, so the last token is not read
     tokens = rollout.tokens[:, first:P + T]
@@ -406,18 +403,18 @@ def completion_states(model, rollout):
     input_mask = attention_mask[:, first:P + T - 1] if padded else None
     h = model(tokens[:, :-1].contiguous(), input_mask)[:, -T:]                      # (N, T, C)
 
-    # only those before sampled tokens: the vocabulary head is expensive
+    # only states before sampled tokens: the vocabulary head is expensive
     where = places_of(sampled, M)
     allowed = None if rollout.allowed is None else rollout.allowed[where]
     return States(h[where], tokens[:, -T:][where], allowed, where)
 
 
 def at_sampled_tokens(function, model, rollout, temperature, states):
-    """Apply function(logits (m, V), targets (m, 1)) -> (m, 1) at the M sampled tokens of a rollout
-    -> (N, T), 0 elsewhere.
+    """function(logits (m, V), targets (m, 1)) -> (m, 1), applied to the M sampled tokens of a
+    rollout -> (N, T), 0 elsewhere.
 
-    The logits describe the distribution that was sampled from: they are divided by the temperature
-    and, with truncated sampling, are -inf for tokens that were not allowed.
+    The logits describe the distribution that was sampled from: divided by the temperature and, with
+    truncated sampling, -inf for tokens that were not allowed.
     """
     def piece(h, targets, allowed):
         logits = model.lm_head(h).float()                                           # (m, V)
@@ -436,21 +433,21 @@ def at_sampled_tokens(function, model, rollout, temperature, states):
 def completion_logprobs(model, rollout, temperature=1.0, states=None):
     """The log-probs (N, T) of a rollout's sampled tokens, in float32; 0 elsewhere. states:
     from completion_states, if the caller has them already."""
-    # log_prob is logits.log_softmax(-1).gather(1, targets), in less memory and time
+    # logits.log_softmax(-1).gather(1, targets) in less memory and time is fast.log_prob
     states = states or completion_states(model, rollout)
     h, targets, allowed, where = states
     if not can_buffer(model, h):
         return at_sampled_tokens(log_prob, model, rollout, temperature, states)
 
-    # many logits on a CPU: the same, in one buffer
+    # on a CPU, for very many logits: the same in one buffer
     head = model.lm_head
     logp = BufferedLogProb.apply(h, head.weight, head.bias, targets, allowed, temperature)  # (M,)
     return logp.new_zeros(rollout.logp.shape).index_put(where, logp)
 
 
 def completion_entropies(model, rollout, temperature=1.0, states=None):
-    """The entropies (N, T), in nats and with gradient, of the distributions from which a
-    rollout's tokens were sampled; 0 elsewhere. states: as in completion_logprobs."""
+    """The entropies (N, T), in nats and with gradient, of the distributions from which a rollout's
+    tokens were sampled; 0 elsewhere. states: as in completion_logprobs."""
     def entropies(logits, targets):
         logp = logits.log_softmax(-1)
         finite = logp.masked_fill(logp == -math.inf, 0)
