@@ -171,8 +171,8 @@ FAULTS = [
         "beta holds nothing: the log says that the policy has hardly moved, the table says that it "
         "is far away.",
         "step", "run/setup.py",
-        "    reference = reference_for(policy, inputs.base, cfg)\n",
-        "    reference = policy\n",
+        "reference=reference_for(policy, inputs.base, cfg),",
+        "reference=policy,",
         "Two names of one model. What the optimizer does to the policy it does to the reference, "
         "so the KL never grows beyond what one iteration does.",
         "theLMbook copies the policy into its reference in every iteration, about which issue 8 "
@@ -249,4 +249,4 @@ FAULTS = [
         "the target, although both want the same reward. tracin/positive_ratio is below 0.3.",
         mean_influence_below_0,
         (("tracin.py", "value = (r - r.mean()) / (r.std() + 1e-4)"),
-         ("tracin.py", "return (coef[rows].view(len(rows), -1) * ratio).sum()")), INFLUENCE)]
+         ("tracin.py", "scalar = (coef[rows].view(len(rows), -1) * ratio).sum()")), INFLUENCE)]
