@@ -769,7 +769,7 @@ MISTAKES = [
         ("two sets of prompts are compared", 'if row["iteration"] > last]', "]")),
     *of("run/policy.py", "test_inputs.py::test_a_run_goes_on_when_the_run_that_it_began_from_moves_"
         "on_and_goes",
-        ("a run forgets what it began from", "name = kept_base(cfg) or cfg.policy",
+        ("a run forgets what it began from", "name = saved_base(cfg) or cfg.policy",
          "name = cfg.policy")),
     *of("common/doors.py",
         "test_inputs.py::test_an_advantage_that_writes_into_the_rollout_is_refused"

@@ -15,7 +15,7 @@ from model import Policy
 from run.checkpoint import checkpoints, newest_checkpoint, read_checkpoint
 from run.settings import PARTS, Settings, read_run
 
-BASE = "base.pt"        # in the folder of a run, see keep_base
+BASE = "base.pt"        # in the folder of a run, see save_base
 
 
 def plain(policy):
@@ -29,7 +29,7 @@ def plain(policy):
 
 def trainable(base, cfg):
     """Copy the base into the policy that is trained, with gradients on."""
-    # train adapters beside the base's own frozen weights, or a copy of all weights
+    # train adapters beside the frozen weights, or a copy of all weights
     if cfg.lora_rank:
         from extras.lora import add_lora
         shared = {id(p): p for p in base.parameters()}
@@ -76,7 +76,7 @@ def is_run(path):
 
 
 def is_published(name):
-    """Whether a policy is a published model: neither a file, nor a run, nor made here."""
+    """Whether a policy is a published model: neither a file, nor a run, nor "train"."""
     return not (name == "train" or name.endswith(".pt") or is_run(name))
 
 
@@ -129,7 +129,7 @@ def load_run(path):
     return policy, locate(origin)
 
 
-def keep_base(folder, setup, cfg, is_new):
+def save_base(folder, setup, cfg, is_new):
     """Write base.pt, a copy of the policy before training, if the run began from a file or a run:
     either may be trained on, replaced or moved, and this run still needs it as it was."""
     is_named = cfg.policy != "train" and not is_published(cfg.policy)
@@ -138,7 +138,7 @@ def keep_base(folder, setup, cfg, is_new):
         save_gpt(path, setup.base, origin=origin_of(cfg.policy))
 
 
-def kept_base(cfg):
+def saved_base(cfg):
     """The path of that copy, if out_dir holds a run that began from the policy in the settings;
     else None."""
     path = f"{cfg.out_dir}/{BASE}"
@@ -153,7 +153,7 @@ def kept_base(cfg):
 def load_policy(cfg, device="cpu", may_train=True):
     """Load the policy of a file, a run or a published name, or make the policy "train" on a device
     -> (policy, tokenizer). may_train: False for a command that only looks at a run."""
-    name = kept_base(cfg) or cfg.policy
+    name = saved_base(cfg) or cfg.policy
     if name == "train":
         from extras.make.policy import made_policy
         name = made_policy(cfg, device, may_train)

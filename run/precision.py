@@ -1,5 +1,5 @@
 """
-Check that the fast ways of computing give the right numbers.
+Check that what is fast gives the right numbers.
 
 Before a run uses bfloat16, graphs for decoding, or torch.compile, it computes a few completions
 with it and in plain float32: log-probs, their gradient, and the log-probs recorded while sampling.
@@ -35,7 +35,7 @@ def few_rows(setup, cfg):
 def logp_and_gradient(setup, rollout, cfg):
     """The log-probs (N, T) of a rollout and the gradient (weights,) of a weighted sum of
     them."""
-    # a forward pass in setup's way
+    # a forward pass as setup computes it
     set_precision(setup.device, setup.dtype)
     with autocast(setup.device, setup.dtype):
         logp = completion_logprobs(setup.fast(setup.policy), rollout, cfg.temperature)
@@ -78,16 +78,16 @@ def find_problem(setup, cfg):
 
 
 def keep_if_right(name, setup, cfg, **before):
-    """Check the fast way that setup has just begun to use. If it is not right, say so and go back.
-    before: {field of setup: its value without this way}."""
+    """Check what setup has just begun to use. If it is not right, say so and go back to `before`,
+    {field of setup: its earlier value}."""
     if problem := find_problem(setup, cfg):
         print(f"note: {name} off: {problem}")
         vars(setup).update(before)
 
 
 def check_precision(setup, cfg):
-    """Make setup compute as fast as the settings say and the check allows: each fast way on top of
-    those before it."""
+    """Let setup compute as fast as the settings say and the check allows: each step on top of the
+    earlier ones."""
     if setup.dtype != torch.float32:
         keep_if_right("bfloat16", setup, cfg, dtype=torch.float32)
     if setup.device.type == "cuda":

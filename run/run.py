@@ -15,7 +15,7 @@ from run.folder import claimed_folder
 from run.inputs import OF_EVALUATION, since_change, what_was_read
 from run.log import MOST_UNSCORED, Log
 from run.metrics import kl_grad_share
-from run.policy import keep_base
+from run.policy import save_base
 from run.report import StepLog, print_table, print_verdict
 from run.saver import Saver
 
@@ -108,7 +108,7 @@ class Run:
 
         # config.json says what this run is
         write_run_config(self.folder, cfg, setup.device, setup.changes)
-        keep_base(self.folder, setup, cfg, is_new=done is None)
+        save_base(self.folder, setup, cfg, is_new=done is None)
         self.log.begin(self.folder, setup, done, num_tokens)
         self.saver.begin(self.folder, setup, cfg, self.log)
 

