@@ -189,28 +189,32 @@ for it in range(max_iters):
         for rows in micro_batches:
             ref_logp[rows] = logprobs(reference, rollout[rows])
 
-    # loss: a tape keeps each rollout's gradient apart. L_i is rollout i's part of the policy loss.
-    # All ratios are 1, so grad L_i = c_i * grad logp_i, where c_i = -A_i / num_tokens and logp_i
-    # sums the log-probs of its tokens. The target below is a sum of logp_i, too: one recording
-    # serves both. The KL is learned from all rollouts, so the sum of its gradients is enough
+    # loss: a tape keeps each rollout's gradient apart. Let L_i be rollout i's part of the policy
+    # loss, and logp_i the sum of its tokens' log-probs. All ratios are 1, so
+    #     grad L_i = c_i * grad logp_i        c_i = -A_i / num_tokens
+    # The target below is a weighted sum of the same logp_i: one recording serves both. The KL is
+    # learned from all rollouts, so the sum of its gradients is enough
     mean_kl = 0.0
     c = torch.zeros_like(A)                                         # (N,)
     with Tape(policy, len(A)) as tape:
         for rows in micro_batches:
-            # the head is given the tokens of all rows in one long list: whose is each?
+            # the head alone gets the tokens of all rows in one long list: whose is each?
             tape.rows(rows, flat={policy.lm_head: mask[rows].nonzero()[:, 0]})
             logp = logprobs(policy, rollout[rows])                  # (n, T)
             policy_loss, kl = grpo_loss(
                 logp, rollout.logp[rows], ref_logp[rows], A[rows, None], mask[rows], num_tokens)
+            # c is -A / num_tokens. Read off the loss, so that a different objective works, too
             slope, = torch.autograd.grad(policy_loss, logp, retain_graph=True)
-            c[rows] = slope.sum(1) / mask[rows].sum(1)              # -A / num_tokens
+            c[rows] = slope.sum(1) / mask[rows].sum(1)
+            # of the KL the sum over rows, then of the log-probs each row alone. The tape holds
+            # these gradients; p.grad is set below
             tape.backward_summed(beta * kl)
-            (logp * mask[rows]).sum().backward()        # what the tape records; p.grad is set below
+            (logp * mask[rows]).sum().backward()
             mean_kl += kl.item()
 
     # target: completions of this batch with a reward above the mean should become likelier, the
-    # others less likely. So each rollout is part of its own target, which favours it; a target of
-    # held-out rollouts (tracin_val_prompts) avoids this
+    # rest less likely. So each rollout is part of its own target, and helps that part; a target
+    # of held-out rollouts avoids this (tracin_val_prompts in grpo.py)
     value = (rewards - known.mean()).nan_to_num(0).to(A)            # (N,)
     target = tape.gradient(-value)                  # of the loss sum_i -value_i * log-prob_i
 
