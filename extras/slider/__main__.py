@@ -17,7 +17,6 @@ import torch
 
 import grpo
 from common.cli import own_flags, run_script
-from common.errors import BadInput
 from common.files import ROOT, replacing
 from common.seeds import seed_for
 from extras.explain.words import logprob_changes, pieces_of, token_slopes
@@ -39,8 +38,8 @@ SEEDS = 5       # trainings with all rollouts, which show what chance does
 
 
 def held_out_reward(setup, prompts, cfg):
-    """Of 16 completions of each prompt, always with the same random numbers -> the mean reward, and
-    a function of the weights with the slope of that mean."""
+    """16 completions of each prompt, always with the same random numbers -> their mean reward, and
+    a function of the weights that has its slope."""
     how = replace(cfg, num_generations=16)
     samples = grpo.sample_completions(setup, setup.policy, prompts, how, seed_for("slider"))
     scores = grpo.all_scores(setup.reward_funcs, samples.prompts, samples.texts, how)
@@ -55,8 +54,8 @@ def held_out_reward(setup, prompts, cfg):
 
 
 def influence_of(setup, batch, cfg):
-    """By how much a small plain step on each rollout raises the held-out reward (N,), and what
-    gives the same for each of its tokens (N, T)."""
+    """By how much a small plain step on each rollout raises the held-out reward (N,), and a
+    function that gives the same by token (N, T)."""
     step = next(grpo.optimizer_steps(batch, cfg, seed=0))       # all rows
     _, surrogate = held_out_reward(setup, setup.eval_prompts[:ASKED], cfg)
     target = dict(zip(setup.trained, torch.autograd.grad(surrogate(), setup.trained)))
@@ -126,15 +125,15 @@ def train(setup, start, cfg, rule=None, count=0, show=False):
 
 
 def replays(setup, start, cfg, counts):
-    """{rule: [(curve, texts) for each count]}. Without any left out, and with all, the rules are
-    one."""
-    found = {}
+    """{rule: [(curve, texts) for each count]}. With none or all left out, the rules are the same.
+    """
+    trainings = {}
     ends = {count: train(setup, start, cfg, "random", count)[:2] for count in (0, counts[-1])}
     for rule in RULES:
-        found[rule] = [ends.get(count) or train(setup, start, cfg, rule, count)[:2]
+        trainings[rule] = [ends.get(count) or train(setup, start, cfg, rule, count)[:2]
                        for count in counts]
-        print(f"{rule}: ends at", *(f"{curve[-1]:.3f}" for curve, _ in found[rule]), flush=True)
-    return found
+        print(f"{rule}: ends at", *(f"{curve[-1]:.3f}" for curve, _ in trainings[rule]), flush=True)
+    return trainings
 
 
 def content_of(setup, cfg, counts):
@@ -142,13 +141,13 @@ def content_of(setup, cfg, counts):
     start = {name: x.clone() for name, x in setup.policy.state_dict().items()}
     chance = [train(setup, start, replace(cfg, seed=cfg.seed + i))[0] for i in range(1, SEEDS)]
     *_, shown = train(setup, start, cfg, show=True)
-    found = replays(setup, start, cfg, counts)
-    chance.append(found["random"][0][0])
+    trainings = replays(setup, start, cfg, counts)
+    chance.append(trainings["random"][0][0])
     return dict(
         rules=RULES, counts=counts, size=cfg.num_prompts * cfg.num_generations,
         seeds=SEEDS, low=list(map(min, *chance)), high=list(map(max, *chance)),
-        curves={rule: [curve for curve, _ in some] for rule, some in found.items()},
-        texts={rule: [texts for _, texts in some] for rule, some in found.items()},
+        curves={rule: [curve for curve, _ in some] for rule, some in trainings.items()},
+        texts={rule: [texts for _, texts in some] for rule, some in trainings.items()},
         iterations=shown)
 
 
@@ -167,8 +166,6 @@ def main(argv):
     own, flags = own_flags(argv, dict(points=13, out="out/slider.html"))
     cfg = load_settings([f"{ROOT}/config/lesson.py", "--max_iters=20", *flags])
     size = cfg.num_prompts * cfg.num_generations
-    if not 2 <= own["points"] <= size + 1:
-        raise BadInput(f"--points={own['points']}: must be 2 to {size + 1}")
     counts = [round(x) for x in torch.linspace(0, size, own["points"]).tolist()]
     setup = grpo.prepare(cfg, grpo.read_inputs(cfg))
     write_page(own["out"], content_of(setup, cfg, counts))

@@ -11,13 +11,13 @@ A study file is Python (`from extras.study.wrong import *` builds on another one
     arms        {name: {setting: value}}
     seeds       range or tuple; all arms of a seed have the same prompts and noise
     measure     of the evaluation; lower is better
-    controls    arms that the others are compared with; by default the first
-    tested      arms that are compared with them; by default all but the controls
+    controls    arms to compare with; by default the first
+    tested      arms that are compared with the controls; by default all that are left
 
 Every run is a folder of grpo.py in out/study/NAME, with a hash of its settings in its name. If you
 stop the study, the same command continues it, and changed arms are rerun. What a run prints is in
-a .log beside its folder. The table has the seeds that are complete in all arms; table.json there
-holds its numbers.
+a .log beside its folder. The table has the seeds that are complete in all arms; its numbers are in
+table.json.
 """
 import hashlib
 import itertools
@@ -47,25 +47,20 @@ FLIPS = 100_000         # random sign flips of a p-value, where there are too ma
 
 
 def read_study(path):
-    """The names that a study file assigns, as a namespace, with defaults filled in."""
+    """What a study file assigns, as a namespace, with defaults filled in."""
     values, _ = read_config(path)
     for name in NEEDED:
         if not values.get(name):
             raise BadInput(f"{path}: {name} is missing or empty: see python -m extras.study --help")
     for name in values.keys() - {*NEEDED, *OPTIONAL}:
-        raise BadInput(f"{path}: a study has no {name!r}; begin names of your own with _")
-    if isinstance(values["seeds"], int):
-        raise BadInput(f"{path}: seeds = {values['seeds']}: must be a range or a tuple")
-    for arm, settings in dict(values["arms"]).items():
-        if not isinstance(settings, dict) or "/" in arm:
-            raise BadInput(f"{path}: arm {arm!r}: must be a dict, and its name without a slash")
+        raise BadInput(f"{path}: {name!r}: not a name of a study; begin your own with _")
     study = SimpleNamespace(**OPTIONAL | values)
     study.name = os.path.basename(path).removesuffix(".py")
     study.controls = study.controls or tuple(study.arms)[:1]
     study.tested = study.tested or tuple(arm for arm in study.arms if arm not in study.controls)
     for arm in (*study.controls, *study.tested):
         if arm not in study.arms:
-            raise BadInput(f"{path}: {arm!r} is no arm; there are {', '.join(study.arms)}")
+            raise BadInput(f"{path}: {arm!r} is not an arm; there are {', '.join(study.arms)}")
     return study
 
 
@@ -107,7 +102,7 @@ def make(run):
 
 def make_all(runs, measure, workers):
     """Make the runs that are not done. The first one runs alone: it makes the policy and the judges
-    of all, and shows whether there is such a measure."""
+    of all, and shows whether the measure exists."""
     left = [run for run in runs if not evaluations_of(run, measure)]
     print(f"{len(runs)} runs, {len(left)} to make", flush=True)
     for run in left[:1]:
@@ -196,21 +191,21 @@ def point_of(row, measure):
     return math.sqrt(max(row["kl"], 0)), math.log(max(row[measure], SMALLEST))
 
 
-def as_markdown(study, found):
+def as_markdown(study, summary):
     """Write the summary as a Markdown table with a row for each arm."""
-    where = f"at sqrt(KL) {found['x']:.3f}"
+    where = f"at sqrt(KL) {summary['x']:.3f}"
     header = ["arm", study.measure, "kl", where, *study.controls]
     table = [header, ["---"] * len(header)]
-    comparisons = compare(found["compared"], study.controls, study.tested)
-    for arm, ends in found["ends"].items():
+    comparisons = compare(summary["compared"], study.controls, study.tested)
+    for arm, ends in summary["ends"].items():
         table.append([
             arm, plus_minus([end[study.measure] for end in ends]),
             plus_minus([end["kl"] for end in ends]),
-            plus_minus([math.exp(y) for y in found["compared"][arm]]),
+            plus_minus([math.exp(y) for y in summary["compared"][arm]]),
             *(percent(comparisons.get((arm, control))) for control in study.controls)])
     return "\n".join([
         f"# {study.name}", "",
-        f"{len(found['seeds'])} of {len(study.seeds)} seeds are complete. Mean ± standard error "
+        f"{len(summary['seeds'])} of {len(study.seeds)} seeds are complete. Mean ± standard error "
         f"at the end, then {study.measure} {where} and its differences to the controls, paired by "
         "seed. Below 0 % is better. p: two-sided sign flips, after Holm over this table.", "",
         *("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
@@ -239,9 +234,9 @@ def main(argv):
     if not own["table"]:
         os.makedirs(out, exist_ok=True)
         make_all(runs, study.measure, own["workers"])
-    found = summarise(study, runs)
-    write_json(os.path.join(out, "table.json"), found)
-    print("\n" + as_markdown(study, found))
+    summary = summarise(study, runs)
+    write_json(os.path.join(out, "table.json"), summary)
+    print("\n" + as_markdown(study, summary))
 
 
 if __name__ == "__main__":

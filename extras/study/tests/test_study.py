@@ -150,7 +150,6 @@ def test_runs_are_made_once_and_the_table_is_read_from_them(made, tmp_path, monk
 
 
 @pytest.mark.parametrize("old, new, name", [
-    ("seeds = (1, 2)", "seeds = 24", "seeds"),
     ('"tracin": "reward"', '"tracing": "reward"', "--tracing"),
     ("arms = {", "controls = ('al',); arms = {", "'al'"),
     ("arms = {", "few = 3; arms = {", "'few'")])
