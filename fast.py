@@ -198,15 +198,14 @@ class BufferedLogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         h, weight, bias, targets, allowed, totals = ctx.saved_tensors
+        slope = grad[:, None] / ctx.temperature
         if torch.is_grad_enabled():     # create_graph=True: there may be a second derivative
-            inputs = [x for x in (h, weight, bias) if x is not None and x.requires_grad]
             logits = F.linear(h, weight, bias) / ctx.temperature
             if allowed is not None:
                 logits = logits.masked_fill(~allowed, -math.inf)
-            logp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-            gradients = iter(torch.autograd.grad(logp, inputs, grad, create_graph=True))
-            of_inputs = [next(gradients) if need else None for need in ctx.needs_input_grad[:3]]
-            return *of_inputs, None, None, None
+            slopes = (logits.softmax(-1) * -slope).scatter_add(1, targets[:, None], slope)
+            of_bias = None if bias is None else slopes.sum(0)
+            return slopes @ weight, slopes.T @ h, of_bias, None, None, None
 
         needs_h, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         of_h = torch.zeros_like(h) if needs_h else None
@@ -214,9 +213,8 @@ class BufferedLogProb(torch.autograd.Function):
         of_bias = torch.zeros_like(bias) if needs_bias else None
         for rows, logits in buffered_logits(h, weight, bias, allowed, ctx.temperature):
             # the logits' gradient: grad * (one-hot - probability), as in LogProb
-            slope = grad[rows, None] / ctx.temperature
-            slopes = logits.sub_(totals[rows]).exp_().mul_(-slope)                      # (m, V)
-            slopes.scatter_add_(1, targets[rows, None], slope)
+            slopes = logits.sub_(totals[rows]).exp_().mul_(-slope[rows])                # (m, V)
+            slopes.scatter_add_(1, targets[rows, None], slope[rows])
             if needs_h:
                 torch.mm(slopes, weight, out=of_h[rows])
             if needs_weight:

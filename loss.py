@@ -57,8 +57,8 @@ class Batch:
         """These rows for the loss: its tensors, without prompts, texts and rewards."""
         names = ("rollout", "age", "ref_logp", "kl", "advantages", "returns", "loss_mask",
                  "policy_mask", "row_weights")
-        columns = {name: getattr(self, name) for name in names}
-        return Batch(**{name: x[rows] for name, x in columns.items() if x is not None})
+        return Batch(**{name: x[rows] for name, x in vars(self).items()
+                        if name in names and x is not None})
 
     def subset(self, rows):
         """The same with prompts, texts, scores and rewards. rows: indices (m,), or a mask (N,)."""
@@ -96,9 +96,8 @@ class Batch:
         if not self.replaced:
             return self.fresh
         # without `allowed`, which is large and not needed for this
-        parts = [replace(b, rollout=replace(b.rollout, allowed=None))
-                 for b in (self.fresh, *self.replaced)]
-        return Batch.joined(parts)
+        return Batch.joined([replace(b, rollout=replace(b.rollout, allowed=None))
+                             for b in (self.fresh, *self.replaced)])
 
     @property
     def row_advantages(self):

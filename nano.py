@@ -5,7 +5,7 @@ complete comments less toxically.
     python nano.py                              # a minute or two: toxicity falls from 0.13 to 0.04
     python nano.py max_iters=2 seed=3           # any setting below, as name=value
 
-On a CPU its digits are those of config/toxicity.py --dtype=float32 (tests/test_nano.py).
+On a CPU it gives the digits of config/toxicity.py --dtype=float32 (tests/test_nano.py).
 
 What it leaves out:
 Several steps on one batch, different losses and advantages are in grpo.py and loss.py.
@@ -110,7 +110,7 @@ eval_prompts = load_prompts(splits["eval_prompts"])[:num_eval_prompts]
 
 
 def sample(prompts, G, seed):
-    """G completions of each of B prompts -> a Rollout of N = B * G rows, those of a prompt side by
+    """G completions of each of B prompts -> a Rollout of N = B * G rows, a prompt's rows side by
     side, and their N texts. rollout.logp (N, T): the log-prob of each token as it was drawn."""
     with autocast(device, dtype):
         rollout = generate(policy, prompts, G, max_completion_length, seed=seed,
@@ -174,7 +174,7 @@ for it in range(max_iters):
     known = rewards[~rewards.isnan()]
 
     # advantage: how much better is it than the mean of its group? In standard deviations of the
-    # whole batch. The paper divides by those of the group; here most groups are clean throughout,
+    # whole batch. The paper takes the std of the group; here most groups are clean throughout,
     # and that would blow up their tiny differences
     r = rewards.view(num_prompts, num_generations)                  # (B, G)
     A = (r - r.nanmean(1, keepdim=True)) / (known.std() + 1e-4)

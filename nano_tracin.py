@@ -111,7 +111,7 @@ eval_prompts = load_prompts(splits["eval_prompts"])[:num_eval_prompts]
 
 
 def sample(prompts, G, seed):
-    """G completions of each of B prompts -> a Rollout of N = B * G rows, those of a prompt side by
+    """G completions of each of B prompts -> a Rollout of N = B * G rows, a prompt's rows side by
     side, and their N texts. rollout.logp (N, T): the log-prob of each token as it was drawn."""
     with autocast(device, dtype):
         rollout = generate(policy, prompts, G, max_completion_length, seed=seed,
@@ -175,7 +175,7 @@ for it in range(max_iters):
     known = rewards[~rewards.isnan()]
 
     # advantage: how much better is it than the mean of its group? In standard deviations of the
-    # whole batch. The paper divides by those of the group; here most groups are clean throughout,
+    # whole batch. The paper takes the std of the group; here most groups are clean throughout,
     # and that would blow up their tiny differences
     r = rewards.view(num_prompts, num_generations)                  # (B, G)
     A = (r - r.nanmean(1, keepdim=True)) / (known.std() + 1e-4)
