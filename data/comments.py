@@ -11,7 +11,7 @@ The splits keep training apart from measuring:
     train_prompts  their first words are the prompts of training
     eval_prompts   their first words are the prompts of the evaluation
 The small default policy is pretrained on judge_a and judge_b. The policy and the judges never see
-the other two splits.
+the prompts' splits.
 """
 import hashlib
 import math

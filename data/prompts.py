@@ -1,5 +1,4 @@
 """The policy's prompts: starts of held-out comments, or the rows of a file or of a function."""
-import copy
 import random
 import re
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from common.errors import BadInput, shown
 from common.files import ending_of, read_rows
 from common.processes import all_gather
 from common.seeds import seed_for
-from data.comments import as_text, field_of, load_splits, split_comments
+from data.comments import as_text, field_of, load_splits
 from data.tokenizer import special_tokens
 
 SEED = 0                # for the config file's `questions`
@@ -54,7 +53,7 @@ def encode_prompt(tokenizer, content, where):
 
 
 def note_texts(tokenizer, texts, source):
-    """Print a note on texts whose tokens are perhaps not those that are meant."""
+    """Print a note where the tokens of texts may not be what the user means."""
     marks = special_tokens(tokenizer)
     present = next((mark for text in texts for mark in marks if mark in text), None)
     notes = {
@@ -87,18 +86,10 @@ def read_prompt(tokenizer, row, field, where):
     return Prompt(text, ids, row)
 
 
-def made_up_rows(cfg):
-    """The rows that the config file's questions(n, seed) returns: about n dicts with the prompt's
-    "text" and whatever rewards need."""
-    rows = cfg.functions["questions"](NUM_QUESTIONS, SEED)
-    if not isinstance(rows, list):
-        raise BadInput(f"questions returned {shown(rows)}: must be a list of rows")
-    return [copy.deepcopy(row) for row in rows]     # so that rows share nothing
-
-
 def prompts_from(path, comments, cfg, tokenizer, limit):
     """Prompts of at most `limit` tokens: from a file's rows, else from the config file's
-    `questions`, else from comments."""
+    `questions`, else from comments. questions(n, seed) returns about n dicts, each with the
+    prompt's "text" and whatever rewards need."""
     # rows, and the field that holds the prompt
     field = "text"
     if path:
@@ -108,7 +99,7 @@ def prompts_from(path, comments, cfg, tokenizer, limit):
             field = cfg.prompt_field
     elif "questions" in cfg.functions:
         source = "questions"
-        rows = made_up_rows(cfg)
+        rows = list(cfg.functions["questions"](NUM_QUESTIONS, SEED))
     else:
         source = "comments"
         rows = starts_of(comments, cfg)
@@ -136,10 +127,10 @@ def load_prompts(cfg, tokenizer, block_size):
                        f"prompt in block_size = {block_size}")
 
     from_comments = not cfg.prompts and "questions" not in cfg.functions
-    splits = load_splits(cfg) if from_comments else split_comments([])
-    train = prompts_from(cfg.prompts, splits["train_prompts"], cfg, tokenizer, limit)
+    splits = load_splits(cfg) if from_comments else {}
+    train = prompts_from(cfg.prompts, splits.get("train_prompts"), cfg, tokenizer, limit)
     if cfg.eval_prompts or from_comments:
-        held_out = prompts_from(cfg.eval_prompts, splits["eval_prompts"], cfg, tokenizer, limit)
+        held_out = prompts_from(cfg.eval_prompts, splits.get("eval_prompts"), cfg, tokenizer, limit)
     else:       # every fifth prompt of a single source, by a hash of its text
         held_out = [prompt for prompt in train if seed_for(prompt.text) % 5 == 0]
         train = [prompt for prompt in train if seed_for(prompt.text) % 5]

@@ -26,7 +26,7 @@ def rebuilt(path, shape, weights, make):
         model = make(GPTConfig(**shape))
         model.load_state_dict(weights)
     except (RuntimeError, TypeError) as e:
-        raise BadInput(f"{path}: damaged, or a model of another class ({shown(e, 150)})") from e
+        raise BadInput(f"{path}: damaged, or a model of a different class ({shown(e, 150)})") from e
     return model
 
 

@@ -96,14 +96,14 @@ def with_replayed(batch, replay):
 
 def replay_state(setup):
     """setup.replay as plain values for a checkpoint, with an index for each prompt."""
-    kept = setup.replay
-    if kept is None:
+    replay = setup.replay
+    if replay is None:
         return None
     index = {id(prompt): i for i, prompt in enumerate(setup.prompts)}
-    tensors = {name: x for name, x in vars(kept.rollout).items() if x is not None}
-    return dict(rollout=tensors, prompts=[index[id(prompt)] for prompt in kept.prompts],
-                completions=kept.completions, scores=kept.scores, rewards=kept.rewards,
-                age=kept.age)
+    tensors = {name: x for name, x in vars(replay.rollout).items() if x is not None}
+    return dict(rollout=tensors, prompts=[index[id(prompt)] for prompt in replay.prompts],
+                completions=replay.completions, scores=replay.scores,
+                rewards=replay.rewards, age=replay.age)
 
 
 def load_replay(setup, state):

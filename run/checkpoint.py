@@ -225,17 +225,17 @@ def say_changes(setup, content, cfg):
     changed = changed_settings(content["settings"], cfg)
     longer = changed.pop("max_iters", None)
     if longer and cfg.lr_decay != "constant":
-        print(f"note: resumed with another max_iters, {longer[0]} -> {longer[1]}: lr_decay = "
+        print(f"note: resumed with a different max_iters, {longer[0]} -> {longer[1]}: lr_decay = "
               f"{cfg.lr_decay!r} ends there, so from here on the learning rate differs from that "
               "in a single run of either length")
     for name, (old, new) in changed.items():
-        print(f"resumed with another {name}: {old!r} -> {new!r}")
+        print(f"resumed with a different {name}: {old!r} -> {new!r}")
 
     # inputs
     inputs = changed_inputs(content["has_read"], setup.has_read)
     for name, (old, new) in inputs.items():
         versions = f": {old} -> {new}" if name in ("device", "dtype", "torch", "threads") else ""
-        print(f"resumed with other {name}{versions}")
+        print(f"resumed with different {name}{versions}")
     everything = changed | inputs | ({"max_iters": longer} if longer else {})
     setup.changes += [[content["iteration"], name, old, new]
                       for name, (old, new) in everything.items()]
@@ -268,8 +268,8 @@ def resume(folder, setup, cfg):
     say_changes(setup, content, cfg)
     say_groups(fresh, setup.optimizer.param_groups)
 
-    # every check has passed, so cut the logs: copies of them, which are in no other folder's file,
-    # as the links of `cp -al` are
+    # every check has passed, so cut the logs, in copies: a link, such as `cp -al` makes, leads to
+    # the file of a different folder
     if rank_and_size()[0] == 0:
         for log, size in sizes.items():
             with replacing(log) as tmp:

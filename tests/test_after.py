@@ -97,7 +97,7 @@ def test_config_json_says_what_was_given(run_own, tmp_path):
 def test_a_value_given_to_a_run_that_goes_on_wins(run_own, tmp_path):
     run_own("run", "--max_iters=2")
     text = run_own("run", "--max_iters=3", "--resume=True", "--beta=0.7")
-    assert "another beta: 0.1 -> 0.7" in text
+    assert "different beta: 0.1 -> 0.7" in text
     row = untimed_metrics(tmp_path / "run")[-1]
     assert row["kl_loss"] == pytest.approx(0.7 * row["kl"], rel=1e-4), "beta is not what was given"
     assert "cfg/beta" not in row and row["cfg/temperature"] < 1

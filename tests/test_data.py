@@ -243,8 +243,7 @@ def test_questions_are_the_prompts(prompts_of):
     train, evaluation, others = prompts_of(config=good)
     assert sorted(texts(train + evaluation + others)) == sorted(f"{i} 0" for i in range(50))
     assert train[0].row["answer"] == int(train[0].text.split()[0])
-    for rows, name in (("3", "questions"), ('[{"prompt": "x"}]', "row 1")):
-        assert_refused(name, prompts_of, config=made.format(rows))
+    assert_refused("row 1", prompts_of, config=made.format('[{"prompt": "x"}]'))
 
 
 def test_each_prompt_once_per_epoch():

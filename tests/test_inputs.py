@@ -247,7 +247,7 @@ def test_another_judge_of_the_same_name_is_said(start, tiny, files):
     content["model"]["score.bias"] += 1
     save_file(str(judge), "judge", **content)
     text = start(files / "run", *flags, "--max_iters=2", "--resume=True")
-    assert said(text) == ["resumed with other weights of judge"] and not has_table(text)
+    assert said(text) == ["resumed with different weights of judge"] and not has_table(text)
 
 
 def test_functions_of_a_config_are_compared_and_its_settings_are_not():

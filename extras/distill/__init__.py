@@ -38,8 +38,8 @@ def note_teacher(setup, what, digest):
     """Keep the teacher's hash in checkpoints, and say if the run had a different teacher before."""
     before = setup.has_read.setdefault(what, digest)
     if before != digest:
-        print(f"resumed with other {what}: to go on with the first teacher, name its checkpoint, "
-              "RUN/ckpt_000004.pt", flush=True)
+        print(f"resumed with different {what}: to go on with the first teacher, name its "
+              "checkpoint, RUN/ckpt_000004.pt", flush=True)
         setup.has_read[what] = digest
         setup.changes.append([None, what, before, digest])
 

@@ -75,4 +75,4 @@ def test_a_teacher_that_has_become_another_is_said(tiny, run_grpo, tmp_path):
         save_gpt(teacher, random_gpt(300, seed, block_size=32))
         resume = ["--resume=True"] * (its > 1)
         text = run_grpo(tmp_path / "run", str(config), *more, f"--max_iters={its}", *resume)
-        assert ("other weights of the teacher" in text) == is_said
+        assert ("different weights of the teacher" in text) == is_said
