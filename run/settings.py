@@ -229,8 +229,9 @@ class Settings(*settings_of_extras()):
         return function(**select_arguments(name, function, offered))
 
     def for_target(self):
-        """These settings for held-out rollouts, which may have a different reward. A target has no
-        KL in its loss: only functions of the config file may look at the reference."""
+        """These settings for held-out rollouts, which may have a different reward and are all kept.
+        A target has no KL in its loss: only functions of the config file may look at the
+        reference."""
         changes = {"zero_std_groups": "keep"}
         if self.kl_in_loss and not {"target", "advantage"} & set(self.functions):
             changes["beta"] = 0.0
