@@ -7,8 +7,6 @@ from importlib import import_module
 
 from common.files import ROOT
 
-HERE = os.path.isdir(f"{ROOT}/extras/variants")     # it may have been deleted
-
 
 def variant(setting, value):
     """The function, or file of functions, that a value of a setting names."""
@@ -17,7 +15,7 @@ def variant(setting, value):
 
 def variants_of(setting):
     """The values of a setting that extras/variants has; () if the folder was deleted."""
-    if not HERE:
+    if not os.path.isdir(f"{ROOT}/extras/variants"):
         return ()
     module = import_module(f"extras.variants.{setting}")
     homes = {name: getattr(x, "__module__", getattr(x, "__name__", ""))

@@ -160,7 +160,7 @@ def prepare_small(cfg, inputs):
         return None
     answering = ("environment", "tools")
     small = replace(
-        cfg, judge=None, eval_judge=None, compile=False, mask_truncated_completions=False,
+        cfg, compile=False, mask_truncated_completions=False,
         functions={name: f for name, f in cfg.functions.items() if name not in answering},
         max_completion_length=min(4, cfg.max_completion_length))
     setup = prepare(small, replace(inputs, judges={}, dtype=torch.float32))
