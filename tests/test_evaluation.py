@@ -3,7 +3,6 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 
 from rollout import Sampling
 from run import evaluation
@@ -30,24 +29,6 @@ def test_rows_that_are_computed_together_change_no_measure(monkeypatch):
         monkeypatch.setattr(evaluation, "AT_ONCE", at_once)
         monkeypatch.setitem(evaluation.SAMPLING_BYTES, "cpu", room)
         assert measures_of(setup, policy, cfg) == pytest.approx(whole, rel=1e-5)
-
-
-def test_the_policy_before_training_knows_its_own_log_probs():
-    """It is not asked again, and the numbers are the same."""
-    setup, cfg = world_of()
-    asked = []
-    setup.base.register_forward_hook(lambda *given: asked.append(1))
-    for policy, is_asked in ((word_gpt(), False), (shaken(word_gpt(), 1e-6), True)):
-        asked.clear()
-        found = measures_of(setup, policy, cfg)
-        assert bool(asked) == is_asked
-        assert found["kl"] == pytest.approx(0, abs=1e-6)
-    setup.dtype = torch.bfloat16
-    assert not evaluation.is_untrained(setup, word_gpt()), "its log-probs are those of bfloat16"
-    setup, cfg = world_of()
-    rollout = sample_completions(setup, setup.base, WORD_PROMPTS, cfg, 3).rollout
-    assert perplexity_under(None, rollout, cfg) == pytest.approx(
-        perplexity_under(setup.base, rollout, cfg), rel=1e-5, abs=1e-6)
 
 
 def test_a_perplexity_beyond_all_numbers_is_infinite():

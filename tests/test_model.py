@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from model import GPT, GPTConfig, attend
+from model import attend
 from by_hand import hidden_by_hand
 from common.device import autocast
 from worlds import SHAPES, assert_near, random_gpt, random_ids
@@ -89,13 +89,6 @@ def test_a_cache_is_repeated_for_groups_and_keeps_the_rows_it_is_asked_to(shape)
     rows = torch.tensor([5, 1, 4])
     cache.keep(rows)
     exact(model(idx[rows, 5:], None, cache)[:, 0], expected[rows, 5])
-
-
-def test_bias_false_leaves_no_bias_and_an_impossible_width_is_refused():
-    names = dict(GPT(GPTConfig(50, 8, 1, 2, 8, bias=False)).named_parameters())
-    assert not [name for name in names if name.endswith("bias")]
-    with pytest.raises(ValueError, match="n_embd.*n_head"):
-        GPT(GPTConfig(50, 8, 1, 2, 9))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -319,8 +319,7 @@ def test_killed_again_and_again_before_the_first_iteration_is_done(
 
 
 # number of the reward's call, whether it fails after the signal: the iteration that is saved
-INTERRUPTED = {"in iteration 3": (4, False, 3), "so that iteration 3 fails": (4, True, 2),
-               "so that the last evaluation fails": (9, True, 6)}
+INTERRUPTED = {"in iteration 3": (4, False, 3), "so that iteration 3 fails": (4, True, 2)}
 
 
 @pytest.mark.parametrize("when", INTERRUPTED)

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 from grpo import collect, optimizer_steps, update
-from loss import Batch, losses, micro_batches
-from rollout import Rollout, completion_entropies, generate
+from loss import losses, micro_batches
+from rollout import completion_entropies, generate
 from run.metrics import batch_metrics
 from run.optimizer import learning_rate
 from run.report import StepLog, silent_log
@@ -185,18 +185,6 @@ def test_the_entropy_quantile_is_of_each_step_as_the_policy_is_then(knobs):
 
     update(setup, batch, None, cfg, 3, watch=watch)
     assert not torch.equal(masks[0], masks[-1]), "the steps changed no entropy: another rate?"
-
-
-def test_the_entropy_quantile_of_a_very_large_batch():
-    """torch.quantile takes 2 ** 24 numbers at most."""
-    n = 2 ** 24 + 1
-    mask = torch.ones(1, n, dtype=torch.bool)
-    entropy = torch.arange(n, dtype=torch.float64)[None]
-    rollout = Rollout(mask, mask, mask, mask, entropy, entropy, mask.any(1))
-    batch = Batch(rollout, loss_mask=mask)
-    cfg = settings(top_entropy_quantile=.25)
-    policy_mask = grpo.policy_mask_of(None, batch, torch.tensor([0]), True, cfg)
-    assert int(policy_mask.sum()) == 2 ** 22 + 1 and policy_mask[0, -2 ** 22 - 1:].all()
 
 
 def test_the_entropy_bonus_is_the_mean_over_tokens_with_loss():

@@ -276,17 +276,6 @@ def test_a_tape_is_one_backward_per_row(name, monkeypatch):
     assert [p.requires_grad for p in case.model.parameters()] == was_trained
 
 
-def test_a_process_without_rows_adds_nothing():
-    """But it takes its part in each sum over processes."""
-    model, summed = two_layers(), []
-    with Tape(model, 8, summed.extend) as tape:
-        pass
-    found = [*tape.gradient(ALL).values(), tape.dot(tape.zeros()), tape.squared_norms(ALL.long()),
-             *tape.summed_gradient().values()]
-    assert not any(x.any() for x in found)
-    assert [x.data_ptr() for x in summed] == [x.data_ptr() for x in found]
-
-
 def test_a_row_of_weight_0_cannot_poison():
     """Its gradient may be infinite or not a number: what is not wanted has no part in the sum."""
     model, x = two_layers(), noise(8, 5)

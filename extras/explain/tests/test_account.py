@@ -288,23 +288,22 @@ def test_words_of_a_rollout_add_up(kind, tmp_path):
             assert abs(words[place].sum() - expected[place]) < 1e-9 * expected.abs().max()
 
 
-def straight_error(kind, tmp_path, rate, pieces=1):
+def straight_error(tmp_path, rate, pieces=1):
     """How far the sums are from the true changes of some sentences, relative to their shares. One
     iteration: the rollouts are the same at any rate."""
-    run, _ = run_of(KINDS[kind], tmp_path, 1, learning_rate=rate)
+    run, _ = run_of(KINDS["environment"], tmp_path, 1, learning_rate=rate)
     sentences = concatenate([row_of([2, 3], [4, i, 0], run.setup.device) for i in range(1, 6)])
     course, found = account_of(run, sentences, pieces, predicts=False)
     return float((found.together - course.change).norm() / found.shares.abs().sum((1, 2)).norm())
 
 
-@pytest.mark.parametrize("kind", ["mini-batches and passes", "environment"])
-def test_small_steps_are_a_straight_line(kind, tmp_path):
+def test_small_steps_are_a_straight_line(tmp_path):
     """The sum is the true change but for the curve within a step, which falls with its square."""
-    error = straight_error(kind, tmp_path, 2e-5)
+    error = straight_error(tmp_path, 2e-5)
     assert error < 1e-4, f"small steps: off by {error:.1e} of the shares"
-    half = straight_error(kind, tmp_path, 1e-5)
+    half = straight_error(tmp_path, 1e-5)
     assert 3.5 < error / half < 4.5, f"half the step: errors {error:.1e}, {half:.1e}: no quarter"
-    finer = straight_error(kind, tmp_path, 1e-5, pieces=4)
+    finer = straight_error(tmp_path, 1e-5, pieces=4)
     assert 14 < half / finer < 18, f"four parts: errors {half:.1e}, {finer:.1e}: no sixteenth"
 
 

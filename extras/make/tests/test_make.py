@@ -16,7 +16,7 @@ from common.seeds import hash_of
 from conftest import TINY
 from data.weights import load_gpt
 from extras.make.judges import auc, even_lengths
-from extras.make.policy import BATCH_SIZE, made_policy, optimizers, text_starts, windows
+from extras.make.policy import made_policy, optimizers
 from extras.make.supervised import fit
 from run.settings import load_settings
 from worlds import assert_refused, printed, random_gpt, random_ids
@@ -72,18 +72,6 @@ def test_dtype_is_that_of_pretraining_too(made_up, tmp_path, monkeypatch):
         weights.append(load_gpt(made_policy(cfg, CPU)).wte.weight)
     assert torch.equal(weights[0], weights[1]), "auto is not float32 on a CPU"
     assert not torch.equal(weights[0], weights[2]), "dtype does nothing"
-
-
-def test_windows_begin_where_a_text_does_or_anywhere():
-    stream = torch.tensor([int(token) for token in "155925935559459"])      # 9 ends a text
-    starts = text_starts(stream, 4, 9)
-    assert starts.tolist() == [0, 4, 7], "the window of the last text would not end"
-    found = windows(stream, starts, 0, 4, seed=1)
-    assert found.shape == (BATCH_SIZE, 5)
-    assert set(found[:, 0].tolist()) == {1, 2, 3}
-    half = windows(stream, starts, 24, 4, seed=1)
-    assert 5 in half[:24, 0], "these may begin anywhere"
-    assert torch.equal(half[24:], found[24:])
 
 
 class GRUPolicy(nn.Module):
