@@ -759,7 +759,7 @@ MISTAKES = [
     *of("run/saver.py", "test_runs.py::test_a_reward_that_fails_once_costs_no_whole_iteration[4-2]",
         ("generators go on after a failure", "        set_random_state(self.random)\n", "")),
     # test_inputs.py
-    *of("common/files.py",
+    *of("run/optimizer.py",
         "test_inputs.py::test_what_an_optimizer_counts_in_its_groups_goes_on",
         ("what an optimizer counts begins anew", "groups = [was | rate for", "groups = [rate for")),
     *of("run/inputs.py",

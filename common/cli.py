@@ -8,7 +8,7 @@ import socket
 import sys
 
 from common.errors import BadInput, shown
-from common.processes import join, leaving, rank_and_size
+from common.processes import init, rank_and_size, shutdown
 
 # of an OSError that ends a run in one line: nobody reads the output any more, or a disk is full
 OUTPUT_FAILED = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -62,10 +62,10 @@ def run_script(main, usage=None):
     text at the top of main's file. A command that has a usage and is called without arguments
     prints usage() and starts nothing.
     """
-    join()
+    init()
     if rank_and_size()[0] > 0:
         sys.stdout = open(os.devnull, "w")
-    with exit_codes(), leaving():
+    with exit_codes(), shutdown():
         argv = sys.argv[1:]
         helps = [HELP[arg] for arg in argv if arg in HELP]
         if helps:

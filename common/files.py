@@ -220,25 +220,3 @@ def load_file(path, kind):
     content = load_torch(path, kind)
     check_kind(content, kind, path)
     return content
-
-
-MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}       # of AdamW, and of Muon
-
-
-def load_optimizer(optimizer, state):
-    """optimizer <- the moments in state. ValueError if one has not its weight's shape: AdamW would
-    not notice, and would read and write memory that is not its own."""
-    # the groups of torch's optimizers hold settings: keep the current ones, not the file's. An
-    # optimizer from elsewhere may count in its groups (Schedule-Free, Prodigy): keep only its rate
-    groups = optimizer.state_dict()["param_groups"]
-    if not type(optimizer).__module__.startswith("torch."):
-        rates = [{name: group[name] for name in ("lr", "initial_lr") if name in group}
-                 for group in groups]
-        groups = [was | rate for was, rate in zip(state["param_groups"], rates, strict=True)]
-    optimizer.load_state_dict(state | {"param_groups": groups})
-
-    for p, moments in optimizer.state.items():
-        for name in MOMENTS & moments.keys():
-            if moments[name].shape != p.shape:
-                raise ValueError(f"{name} is {tuple(moments[name].shape)} for weights "
-                                 f"{tuple(p.shape)}")

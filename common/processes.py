@@ -40,11 +40,11 @@ def rank0_first():
     return contextlib.nullcontext()
 
 
-def join():
+def init():
     """Join the processes that torchrun started."""
 
 
-def leaving():
+def shutdown():
     """Around all that a process does: leave the others at the end."""
     return contextlib.nullcontext()
 
@@ -52,7 +52,7 @@ def leaving():
 if dist.is_torchelastic_launched():
     try:
         from extras.torchrun import (
-            all_gather, all_gather_rollout, all_reduce, join, leaving, rank0_first, rank_and_size,
-            shard, sum_gradients)
+            all_gather, all_gather_rollout, all_reduce, init, rank0_first, rank_and_size, shard,
+            shutdown, sum_gradients)
     except ModuleNotFoundError:
         raise SystemExit("torchrun needs extras/torchrun, which is not here") from None

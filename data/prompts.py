@@ -118,6 +118,11 @@ def prompts_from(path, comments, cfg, tokenizer, limit):
     return fitting
 
 
+def is_held_out(text):
+    """True for a fifth of all texts, by a hash."""
+    return seed_for(text) % 5 == 0
+
+
 def load_prompts(cfg, tokenizer, block_size):
     """-> training prompts, evaluation prompts, and the remaining held-out prompts, lists of Prompt.
     Each has at least one token, and leaves room for a completion in the policy's block_size."""
@@ -131,9 +136,9 @@ def load_prompts(cfg, tokenizer, block_size):
     train = prompts_from(cfg.prompts, splits.get("train_prompts"), cfg, tokenizer, limit)
     if cfg.eval_prompts or from_comments:
         held_out = prompts_from(cfg.eval_prompts, splits.get("eval_prompts"), cfg, tokenizer, limit)
-    else:       # every fifth prompt of a single source, by a hash of its text
-        held_out = [prompt for prompt in train if seed_for(prompt.text) % 5 == 0]
-        train = [prompt for prompt in train if seed_for(prompt.text) % 5]
+    else:       # a fifth of a single source
+        held_out = [prompt for prompt in train if is_held_out(prompt.text)]
+        train = [prompt for prompt in train if not is_held_out(prompt.text)]
 
     if not train or not held_out:
         raise BadInput(f"prompts = {cfg.prompts!r}, eval_prompts = {cfg.eval_prompts!r}: "
@@ -170,7 +175,7 @@ def draw_prompts(prompts, it, num_prompts, seed):
     return [prompts[i] for i in order[first:first + num_prompts]]
 
 
-def note_rewards(seen, prompts, batch, cfg):
+def record_rewards(seen, prompts, batch, cfg):
     """Add the rewards of a Batch to seen, {index of a prompt: [rewards of a group, ...]}, if there
     is a function `choose` to use them. Held-out prompts are not among `prompts`, and not noted."""
     if "choose" not in cfg.functions:

@@ -13,7 +13,6 @@ import math
 import torch
 
 from common.errors import BadInput, shown
-from common.files import load_optimizer
 
 
 class Several:
@@ -57,6 +56,29 @@ def each_of(optimizer):
 def name_of(optimizer):
     """The classes of an optimizer, to compare with a checkpoint's."""
     return ", ".join(type(one).__name__ for one in each_of(optimizer))
+
+
+MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}       # of AdamW, and of Muon
+
+
+def load_optimizer(optimizer, state):
+    """optimizer <- the moments in state. ValueError if one has not its weight's shape: AdamW would
+    not notice, and would read and write memory that is not its own."""
+    # the groups of torch's optimizers hold settings: keep the current ones, not the file's. An
+    # optimizer from elsewhere may count in its groups (Schedule-Free, Prodigy): keep only its rate
+    groups = optimizer.state_dict()["param_groups"]
+    if not type(optimizer).__module__.startswith("torch."):
+        rates = [{name: group[name] for name in ("lr", "initial_lr") if name in group}
+                 for group in groups]
+        groups = [was | rate for was, rate in zip(state["param_groups"], rates, strict=True)]
+    optimizer.load_state_dict(state | {"param_groups": groups})
+
+    # does each moment fit its weight?
+    for p, moments in optimizer.state.items():
+        for name in MOMENTS & moments.keys():
+            if moments[name].shape != p.shape:
+                raise ValueError(f"{name} is {tuple(moments[name].shape)} for weights "
+                                 f"{tuple(p.shape)}")
 
 
 def load_state(optimizer, state):

@@ -5,7 +5,7 @@ import os
 import time
 
 from common.errors import BadInput
-from common.files import load_file, load_optimizer, save_file
+from common.files import load_file, save_file
 from common.processes import rank0_first
 from common.progress import Progress
 
@@ -46,7 +46,7 @@ def load_partial(partial, model, optimizers, label, steps):
     content = load_file(partial, "partial")
     model.load_state_dict(content["model"])
     for optimizer, state in zip(optimizers, content["optimizers"], strict=True):
-        load_optimizer(optimizer, state)
+        optimizer.load_state_dict(state)
     print(f"{label}: continues from step {content['step']} of {steps} ({partial})")
     return content["step"]
 

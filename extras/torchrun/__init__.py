@@ -18,7 +18,7 @@ PATIENCE = timedelta(hours=12)  # while rank 0 makes policy and judges
 
 def rank_and_size():
     """(rank of this process, number of processes). Rank 0 alone prints and writes."""
-    if not dist.is_initialized():       # before join, or after leaving
+    if not dist.is_initialized():       # before init, or after shutdown
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
 
@@ -31,7 +31,7 @@ def shard(n, group=1):
     return slice(groups * rank // size * group, groups * (rank + 1) // size * group)
 
 
-def join():
+def init():
     """Join the processes that torchrun started: gloo for tensors on the CPU, NCCL for a GPU's."""
     # before init: this module keeps the group that it finds at import, and AdamW would import it
     # later
@@ -41,7 +41,7 @@ def join():
 
 
 @contextlib.contextmanager
-def leaving():
+def shutdown():
     """After this block the process has left the others."""
     together = False
     try:
