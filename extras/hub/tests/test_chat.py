@@ -1,10 +1,12 @@
 """Lists of messages, as a chat template writes them."""
 import pytest
 
-from run.settings import load_settings
+from common.files import ROOT
 from data.prompts import encode_prompt
 from extras.hub.tests.published import chat_core
 from extras.hub.tokenizer import Tokenizer
+from run.policy import load_policy
+from run.settings import load_settings
 from worlds import assert_refused
 
 TEMPLATE = """{{ bos_token }}
@@ -85,9 +87,8 @@ def test_arguments_of_a_template_reach_it_and_one_that_it_never_asks_for_is_refu
     assert write(THINKS, asked, enable_thinking=False) == "Hi<think></think>"
     assert write("{{ tools[0].name }}", asked, tools=[{"name": "f"}]) == "f"
     assert_refused("enable_thoughts", write, THINKS, asked, enable_thoughts=False)
-    for flags in (["--policy=train", "--chat_template_kwargs={'enable_thinking': False}"],
-                  ["--policy=x.pt", "--chat_template_kwargs={'enable_thinking': False}"]):
-        assert_refused("chat_template_kwargs", load_settings, flags)
+    cfg = load_settings([f"--policy={ROOT}/data/policy.pt", "--chat_template_kwargs={'a': False}"])
+    assert_refused("chat_template_kwargs", load_policy, cfg)
 
 
 def test_what_is_wrong_with_messages_is_one_line():
