@@ -469,7 +469,7 @@ MISTAKES = [
          "k.batch.row_weights + 1), ")),
     *of("extras/explain/target.py",
         "test_account.py::test_shares_add_up_and_are_those_of_brute_force[plain]",
-        ("held-out reward: baseline forgotten", "(groups - others).flatten()", "groups.flatten()"),
+        ("held-out reward: baseline forgotten", "(groups - baseline).flatten()", "groups.flatten()"),
         ("held-out reward: a completion is in its own baseline", "- groups) / max(1, count - 1)",
          ") / count")),
     *of("extras/explain/target.py", "test_account.py::test_the_slope_is_that_of_the_expected_reward",
@@ -510,7 +510,7 @@ MISTAKES = [
          "x[here].var() * k")),
     *of("extras/explain/groups.py",
         "test_story.py::test_a_group_is_named_where_it_is_known_and_ties_are_ties",
-        ("account: a tie is named", "return sorted([best, *others])", "return [best]"),
+        ("account: a tie is named", "return sorted([best, *ties])", "return [best]"),
         ("account: noise is named", "if size.value <= least or not size.is_known:",
          "if size.value <= least:")),
 

@@ -22,6 +22,7 @@ A run that has functions needs its config file, too: RUN CONFIG.py. See docs/acc
 """
 import inspect
 import math
+from types import SimpleNamespace
 
 import grpo
 from common.cli import own_flags, run_script
@@ -65,35 +66,35 @@ def about_run(run, target):
             "none says what the number would be without the rollout.")
 
 
-def explain(folder, cfg, own):
-    """Print the account of a run and write RUN/account.html. own: the FLAGS."""
+def explain(folder, cfg, options):
+    """Print the account of a run and write RUN/account.html. options: the FLAGS."""
     # which run, and which number
     path = newest_checkpoint(folder)
     last = read_checkpoint(path)
-    since, end = own["since"], last["iteration"]
+    since, end = options.since, last["iteration"]
     if since >= end:
         raise BadInput(f"--since={since}: must be below {end}, the iterations of {path}")
     setup = grpo.prepare(cfg, grpo.read_inputs(cfg, may_train=False))
     changed = check_run(setup, cfg, folder, path, last)
-    sentences = sentences_of(setup, cfg, own)
-    price = price_of(setup, folder, cfg, since, end, own["parts"])
+    sentences = sentences_of(setup, cfg, options)
+    price = price_of(setup, folder, cfg, since, end, options.parts)
     count = max(2, cfg.num_eval_generations)        # completions of each held-out prompt
-    if not own["exact"]:
-        own["held_out"] = own["held_out"] or min(price.affordable, count * len(setup.eval_prompts))
-    target = target_of(setup, cfg, own, sentences, count)
+    if not (options.exact or options.held_out):
+        options.held_out = min(price.affordable, count * len(setup.eval_prompts))
+    target = target_of(setup, cfg, options, sentences, count)
     # where a prediction can be trusted: docs/account.md. A factor that is detached is a constant to
     # the Hessian, so a prediction would be wrong
     detaches = getattr(objective_of(cfg), "detaches", False)
-    predicts = not target.rollouts and own["hessian"] and not detaches
-    say_cost(price, target, since, end, predicts, own["exact"])
+    predicts = not target.rollouts and options.hessian and not detaches
+    say_cost(price, target, since, end, predicts, options.exact)
 
     # the run once more, and its account
     run = replay(setup, cfg, go_to(setup, cfg, folder, since), since, end, folder)
     if not run.steps:
         raise BadInput(f"{path}: no optimizer step was taken since iteration {since}")
-    if own["target"] == "target":
+    if options.target == "target":
         target = target._replace(batch=run.steps[0].batch)
-    course = follow(target, run, own["parts"])
+    course = follow(target, run, options.parts)
     note = far_from_run(run, target, course, path, last, changed)
     found = account(run, course, predicts=predicts)
     smooth = smoothness(run) if predicts else math.nan
@@ -101,9 +102,9 @@ def explain(folder, cfg, own):
         found = found._replace(effects=None)
 
     # what is told of it
-    by = own["by"]
+    by = options.by
     labels = labels_by(run, by) if by else None
-    with_tokens = own["exact"] or not target.rollouts
+    with_tokens = options.exact or not target.rollouts
     numbers = []
     for i, sentence in enumerate(sentences or [None]):
         number = f"{i + 1}. " * (len(sentences) > 1)
@@ -119,8 +120,8 @@ def main(argv):
     if not argv or argv[0].startswith("-"):
         raise BadInput("usage: python tracin.py RUN [CONFIG.py] [--target=NAME] [--prompt=TEXT "
                        "--completion=TEXT] [--setting=value ...]; --help says more")
-    own, flags = own_flags(argv[1:], FLAGS)
-    explain(argv[0], load_settings([argv[0], *flags]), own)
+    options, flags = own_flags(argv[1:], FLAGS)
+    explain(argv[0], load_settings([argv[0], *flags]), SimpleNamespace(**options))
 
 
 if __name__ == "__main__":

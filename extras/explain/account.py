@@ -188,7 +188,7 @@ def stored(x, folder):
 
 
 def gradient(x, weights, **how):
-    """Of a number (): (W,)."""
+    """The gradient (W,) of a number ()."""
     return flat(torch.autograd.grad(x, weights, materialize_grads=True, **how))
 
 
@@ -278,12 +278,12 @@ class Account(NamedTuple):
 
 
 def parts_of(setup, cfg):
-    """Parts of the rest of the loss that take a pass of their own, and the name of what is left of
-    a step's gradient then; None: nothing is. One part alone is what the rollouts leave, but for
-    what was rounded."""
+    """Parts of the rest of the loss that take a pass each, and the name of what is left of a step's
+    gradient then, or None. A single part takes no pass, unless the run rounded: it is what the
+    rollouts leave."""
     is_on = dict(kl=cfg.kl_in_loss, entropy=cfg.entropy_coef, critic=cfg.critic)
     parts = [part for part in is_on if is_on[part]]
-    if setup.dtype == torch.bfloat16:       # the run's passes, and here they are not
+    if setup.dtype == torch.bfloat16:       # the run's passes; an account's are exact
         return parts, "rounding"
     return ([], *parts) if len(parts) == 1 else (parts, None)
 

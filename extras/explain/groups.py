@@ -110,8 +110,8 @@ def by_label(labels, by, shares):
 
 
 def splits_of(rows, by="", labels=None):
-    """All Splits, by name. labels: the reader's own of the rollouts, by what he names (by); or
-    None."""
+    """All Splits, by name. labels: the reader's group of each rollout, by what he names; or None.
+    """
     shares = rows.shares.sum(0)
     splits = [] if labels is None else [by_label(labels, by, shares)]
     rewards, reward = bands(rows.reward, "reward")
@@ -169,16 +169,16 @@ def at_random(rows, split):
 
 
 def most_of(rows, split, least=0.0):
-    """The groups that are known to have pulled most up, and down: two lists of indices. A list of
-    several is a tie, an empty one is not known. least: smaller shares count as not known."""
+    """The groups that pulled up most, and down most: two lists of indices. Several tie; none: that
+    is not known. least: smaller shares count as not known."""
     def first(sums):
         best = int(sums.sum(0).argmax())
         size = total(sums[:, best])
         if size.value <= least or not size.is_known:
             return []
-        others = [g for g in range(sums.shape[1]) if g != best and sums[:, g].sum() > 0
-                  and not total(sums[:, best] - sums[:, g]).is_known]
-        return sorted([best, *others])
+        ties = [g for g in range(sums.shape[1]) if g != best and sums[:, g].sum() > 0
+                and not total(sums[:, best] - sums[:, g]).is_known]
+        return sorted([best, *ties])
 
     sums = sums_of(rows, split)
     if split.has_rest:

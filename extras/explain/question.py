@@ -27,10 +27,10 @@ def reward_named(setup, cfg, name):
                    "given by --prompt and --completion")
 
 
-def target_of(setup, cfg, own, sentences, count):
-    """The target of the account. own: its flags. count: completions of each held-out prompt,
+def target_of(setup, cfg, options, sentences, count):
+    """The target of the account. options: its flags. count: completions of each held-out prompt,
     without --held_out."""
-    name = own["target"]
+    name = options.target
     if sentences and name:
         raise BadInput(f"--target={name}: leave it out, or --prompt, --completion, --prompts and "
                        "--account: an account explains either")
@@ -44,9 +44,9 @@ def target_of(setup, cfg, own, sentences, count):
         functions = {name: reward_named(setup, cfg, name)}
         weights = [1.0]
     prompts = setup.eval_prompts
-    if own["held_out"]:     # over prompts first
-        count = max(2, own["held_out"] // len(prompts))
-        prompts = prompts[:max(1, own["held_out"] // count)]
+    if options.held_out:     # over prompts first
+        count = max(2, options.held_out // len(prompts))
+        prompts = prompts[:max(1, options.held_out // count)]
     return HeldOut(name or "reward", setup, cfg, functions, weights, prompts, count)
 
 
@@ -77,15 +77,15 @@ def read_sentence(setup, cfg, row):
     return text, row_of(before, said, setup.device)
 
 
-def sentences_of(setup, cfg, own):
-    """[(the prompt's text, a Rollout of one row)]. own: the account's flags."""
-    rows = read_rows(own["prompts"]) if own["prompts"] else []
-    if own["prompts"] and not rows:
-        raise BadInput(f"{own['prompts']}: has no row: must have the columns prompt and completion")
-    if own["prompt"] or own["completion"]:
-        rows.append(own)
+def sentences_of(setup, cfg, options):
+    """[(the prompt's text, a Rollout of one row)]. options: the account's flags."""
+    rows = read_rows(options.prompts) if options.prompts else []
+    if options.prompts and not rows:
+        raise BadInput(f"{options.prompts}: is empty; must have the columns prompt and completion")
+    if options.prompt or options.completion:
+        rows.append(vars(options))
     sentences = [read_sentence(setup, cfg, row) for row in rows]
-    if own["account"]:      # completions of lowest reward, by the policy before training
+    if options.account:      # completions of lowest reward, by the policy before training
         batch = grpo.sample_and_score(
             setup, setup.eval_prompts, cfg, seed_for(cfg.seed, "account"))
         rollout = replace(batch.rollout, allowed=None)

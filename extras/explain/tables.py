@@ -1,6 +1,6 @@
 """
 The numbers of an account: tables, the chart, and rollouts with their words. told.py has the
-sentences, page.py writes both.
+sentences; page.py writes all of it.
 
 S steps, I iterations of N rollouts, W trained weights end to end, T tokens. F folds of the held-out
 sample add up to the number; of a sentence there is one, and it is exact.
@@ -156,7 +156,7 @@ def over_time(rows, split, since, digits):
 
 
 def token_products(run, directions, places=None):
-    """For each step, and some of its rows: (step, rows (n,), slopes (n, T) of the loss by the
+    """For each step, a few rows at a time: (step, rows (n,), slopes (n, T) of the loss by the
     log-probs of their tokens, parts (F, n, T) of <g_i, direction>). directions: S of (F, W).
     places: (iteration, number) of the rollouts; None: all."""
     for k, before, direction in zip(run.steps, run.states, directions):

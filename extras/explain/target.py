@@ -7,9 +7,9 @@ at any weights, and both along a run.
     Function    the config file's `target`
 
 The slope of an expected reward R = E[r(o)] is E[r(o) grad log p(o)], the score function (Williams
-1992). It is estimated on fresh completions of held-out prompts, at each of the weights by those
-that these very weights draw. From a completion's reward the mean of the others of its prompt is
-taken off, which changes no expectation and most of the noise.
+1992). It is estimated on fresh completions of held-out prompts, drawn anew at each of the weights.
+Each completion's reward is taken less the mean of its prompt's other completions, which changes no
+expectation and removes most of the noise.
 
 S steps, W trained weights end to end, K columns: sentences, or the folds of the held-out sample,
 which add up to the one reward: how much they differ says how noisy any sum of shares is.
@@ -137,8 +137,8 @@ def centred(scores, weights, count):
     # a mean of known scores is a ratio of two sums, and has its slope
     away = (scores - scores.nanmean(0)).nan_to_num() / n @ weights                  # (N,)
     groups = away.view(-1, count)
-    others = (groups.sum(1, keepdim=True) - groups) / max(1, count - 1)
-    return value, (groups - others).flatten()
+    baseline = (groups.sum(1, keepdim=True) - groups) / max(1, count - 1)
+    return value, (groups - baseline).flatten()
 
 
 def thinned(signal, seed):
@@ -208,7 +208,7 @@ class Course(NamedTuple):
     values: Tensor      # (S + 1, K) before each step and after the last
     gains: Tensor       # (S, K) of <mean slope, step>: nearly its changes
     ends: list          # Point.parts at the start and at the end
-    means: list         # S mean slopes (K, W) on the way of a step
+    means: list         # S mean slopes (K, W) along a step
     last: Tensor        # (K, W) the slope at the end
 
     @property
@@ -226,13 +226,13 @@ def follow(target, run, pieces=1):
     means = []
     for t, (before, after) in enumerate(zip(run.states, run.states[1:]), 1):
         # the end of one step is the start of the next
-        way = after[0] - before[0]
+        move = after[0] - before[0]
         mean = end.slope / 2 + sum(
-            target.at(before[0] + way * (i / pieces)).slope for i in range(1, pieces))
+            target.at(before[0] + move * (i / pieces)).slope for i in range(1, pieces))
         end = target.at(after[0])
         mean = (mean + end.slope / 2) / pieces
         values.append(end.value)
-        gains.append((mean @ way.to(mean)).double().cpu())
+        gains.append((mean @ move.to(mean)).double().cpu())
         means.append(stored(mean, run.folder))
         if progress.is_due():
             progress.show(t * pieces + 1)

@@ -1,5 +1,5 @@
 """
-What is told of an account: sentences about the numbers of tables.py.
+The words of an account: sentences about the numbers of tables.py.
 """
 import math
 
@@ -20,10 +20,10 @@ NAMED = 3           # groups that tie in a sentence
 
 
 def with_part(share, whole, digits):
-    """A share, with its part of the whole where that is known."""
+    """A share, with its part of a whole that is known."""
     number = total(share)
     if not number.is_known:
-        return f"{number.text(digits)} (not known from 0)"
+        return f"{number.text(digits)} (may be 0)"
     return ", ".join(filter(None, [number.text(digits), percent(share, whole).text(digits)]))
 
 
@@ -37,22 +37,21 @@ def say_push(rows, split, digits):
 
 
 def say_split(rows, split, digits, least):
-    """Which group is known to have most of the sum, and which to have pulled the other way. least:
-    no smaller share is named."""
-    def named(groups, direction):
+    """Which group pulled the number up most, and which down, where that is known. least: no smaller
+    share is named."""
+    def named(groups):
         if not groups:
-            return f"no group is known to have pulled {direction}"
+            return "no group is known"
         if len(groups) > NAMED:
-            return f"which pulled most {direction} is not known ({len(groups)} groups tie)"
+            return f"not known, {len(groups)} groups tie"
         if len(groups) > 1:
-            return f"{' and '.join(split.names[i] for i in groups)} tie {direction}"
+            return f"{' and '.join(split.names[i] for i in groups)} tie"
         i, = groups
         share = with_part(sums_of(rows, split)[:, i], rows.shares.sum(1), digits)
-        return (f"most {direction} pulled {split.names[i]} ({int(counts_of(split)[i])} of {rows.n} "
-                f"rollouts), {share}")
+        return f"{split.names[i]} ({int(counts_of(split)[i])} of {rows.n} rollouts), {share}"
 
-    ends = zip(most_of(rows, split, least), ("up", "down"))
-    return f"By {split.what}: {'; '.join(named(*end) for end in ends)}."
+    up, down = map(named, most_of(rows, split, least))
+    return f"By {split.what}, up most: {up}; down most: {down}."
 
 
 def say_answer(rows, splits, by, digits, least):
@@ -63,7 +62,7 @@ def say_answer(rows, splits, by, digits, least):
 
 
 def say_tokens(table):
-    """The tokens that are known to have given most. table: by_token's, or None."""
+    """The tokens that gave most, where that is known. table: by_token's, or None."""
     most = [f"{name} {part.text(0)}" for name, *_, share, part in (table.rows if table else [])
             if part.value > 0 and share.is_known]
     return f"Tokens, by their part of the rollouts' sum: {', '.join(most[:3])}." if most else ""
@@ -90,7 +89,7 @@ def say_course(story):
     error = float((moved.var(1) * moved.shape[1]).sum().sqrt())
     line += f", {Number(float(moved.sum()), error).text(n)} on these prompts"
     if story.folds_of == "prompts":
-        line += f"; on others like them, ± {total(story.change).error:.{n}f}"
+        line += f"; on new ones like them, ± {total(story.change).error:.{n}f}"
     return line
 
 
@@ -144,9 +143,9 @@ def say_single(story):
     """How far single shares are from adding up, and how much of their order is noise."""
     single = story.shares.sum(0)
     cancelling = float(single.abs().sum() / single.sum().abs().clamp(min=1e-30))
-    text = (f"Single shares are {cancelling:.1f} times their sum in size: where a weight has "
-            "had small gradients, as in the first steps, AdamW's small second moment scales "
-            "opposing rollouts up. Sums of groups are known better.")
+    text = (f"Single shares cancel: their sizes add up to {cancelling:.1f} times their sum. Where "
+            "a weight has had small gradients, as in the first steps, AdamW scales opposing "
+            "rollouts up. Trust the sums of groups.")
     if len(story.shares) == 1:
         return text
     noise = float((story.shares.var(0) * len(story.shares)).mean() / single.var())
@@ -208,7 +207,7 @@ def told_of(story, by, labels, sentence, with_tokens, number):
         if story.effects is not None:
             directions = story.directions
         cards = cards_of(story, directions)
-        told.cards.append({number + heading: some for heading, some in cards.items()})
+        told.cards.append({number + heading: listed for heading, listed in cards.items()})
     told.tables.append(by_iteration(story))
 
     # a group that is smaller than what the sum is off by is not known, whatever its noise

@@ -90,8 +90,8 @@ def print_batch(phase, striking, setup, cfg, batch):
     """Print the phases of the rollout. striking: {why: row}, the rows to show in full."""
     phase(f"rollout: {cfg.num_prompts} prompts x {cfg.num_generations}; the log-probs of the best "
           "and of the worst completion, token by token")
-    print("  sampler and trainer have the same weights, so the same log-probs; gradient: of the "
-          "loss, by the\n  trainer's, below 0 where a step makes the token likelier")
+    print("  sampler and trainer have the same weights, so their log-probs agree; gradient: the "
+          "loss's by the\n  trainer's log-prob, below 0 where a step makes the token likelier")
     for what, row in striking.items():
         logp, gradient = trainer_of(row, setup, batch, cfg)                         # (T,)
         print_completion(what, row, setup, batch)
@@ -197,9 +197,9 @@ def print_advantages(batch, cfg):
     rewards = batch.rewards
     if cfg.kl_in_reward:
         rewards = rewards - cfg.beta * batch.kl.sum(1).cpu()
-        print("  the rewards here are minus beta * KL, as the advantages use them")
-    if own := cfg.door("advantage"):
-        print(f"  the function {own.__name__} gives the advantages; the divisors here are not used")
+        print("  beta * KL is taken off these rewards, as in the advantages")
+    if advantage := cfg.door("advantage"):
+        print(f"  {advantage.__name__}() gives the advantages; the divisors below are not used")
     G = cfg.num_generations
     for i, (r, A) in enumerate(zip(rewards.view(-1, G), batch.row_advantages.view(-1, G))):
         divisors = {"none": 1.0, "batch": std(rewards) + 1e-4, "group": std(r) + 1e-4}
@@ -214,11 +214,11 @@ def print_values(striking, batch):
     """Print the critic's numbers for some rows, token by token."""
     print("  critic, by token: values recorded while sampling, returns, advantages")
     for what, row in striking.items():
-        here = batch.rollout.sampled_mask[row]
+        sampled = batch.rollout.sampled_mask[row]
         print(f"  {what}: row {row}")
         for name, x in (("values", batch.rollout.values), ("returns", batch.returns),
                         ("advantages", batch.advantages)):
-            print(f"    {name:10} {digits(x[row][here])}")
+            print(f"    {name:10} {digits(x[row][sampled])}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -242,11 +242,11 @@ def print_loss(m, cfg):
     be near 1 on the first pass."""
     kl = m.get("kl_loss", 0.0)
     policy = m["policy_loss"] - kl      # policy_loss is logged with the KL
-    others = m["loss"] - m["policy_loss"]
-    print(f"  policy gradient {policy:.6f} + beta * KL {kl:.6f} + entropy and critic {others:.6f} "
+    rest = m["loss"] - m["policy_loss"]
+    print(f"  policy gradient {policy:.6f} + beta * KL {kl:.6f} + entropy and critic {rest:.6f} "
           f"= loss {m['loss']:.6f}")
-    print("  in a step at ratio 1 the policy gradient's part is near 0, its gradient is not; these "
-          "are means over all steps")
+    print("  means over all steps; at ratio 1 the policy gradient's loss is near 0, and its "
+          "gradient is not")
     if cfg.kl_in_loss:
         of_loss = abs(kl) / (abs(policy) + abs(kl) + 1e-8)
         print(f"  the KL has {of_loss:.1%} of the loss; the norm of its gradient is "
@@ -267,8 +267,8 @@ def print_influence(m, setup, batch, scored):
     print(f"  influence: mean {m['tracin/mean_ip']:.3e}, std {m['tracin/std_ip']:.3e}, min "
           f"{m['tracin/min_ip']:.3e}, max {m['tracin/max_ip']:.3e}")
     print(f"  the target's two halves: cosine {m.get('tracin/target_cosine', math.nan):.2f} (0: "
-          f"noise, 1: signal); rows on their own parts of it: {scored.self_share:.0%} of all "
-          "influence")
+          f"noise, 1: signal); {scored.self_share:.0%} of all influence is of rows on their own "
+          "part of it")
     print("  rank correlation with", ", ".join(
         f"{name} {r:+.2f}" for name, r in scored.likeness.items()) or "nothing")
     print("  check: a weighted sum of the scores, and the gradients, agree with plain backwards")

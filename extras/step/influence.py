@@ -1,8 +1,8 @@
 """
 Influence in a step that is not taken yet: on each rollout, on its tokens, and what it goes with.
 
-The step scores its rollouts itself. It is done here before it, since a token's influence needs the
-gradient that they were scored against, and the tape where the rollout's own part is left out.
+The step will score its rollouts itself. Here they are scored before it: a token's influence needs
+the gradient that its rollout was scored against, and the tape if a rollout's part is left out.
 """
 import copy
 from dataclasses import replace
@@ -17,7 +17,7 @@ from tracin import find_influence, record
 
 
 def scored_against(recording, scores, row):
-    """{parameter: tensor}: what a row was scored against."""
+    """{parameter: tensor}: the gradient that a row was scored against."""
     direction, coef, scale = scores.direction
     if coef is None or not recording.cfg.door("without_own_part"):
         return direction
@@ -39,14 +39,14 @@ def token_influence(recording, scores, row):
 
 
 def ranks(x):
-    """Rank of each of some values; equal ones share a rank."""
+    """The rank of each value; equal ones share a rank."""
     _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0) - (counts + 1) / 2)[inverse].double()
 
 
 def rank_correlations(batch, rows, influence):
-    """{name: Spearman's rank correlation} of the influence (n,) of some rows with what a person can
-    name; without what is equal in all rows, or not known."""
+    """{name: Spearman's rank correlation} of rows' influence (n,) with what a person can name;
+    without what is equal in all rows, or not known."""
     rows = rows.cpu()
     advantages = batch.row_advantages.cpu()[rows]
     columns = {"reward": batch.rewards[rows], "advantage": advantages,
@@ -55,8 +55,8 @@ def rank_correlations(batch, rows, influence):
     known = ~columns["reward"].isnan()
     pairs = {name: torch.stack([ranks(influence.cpu()[known]), ranks(x[known])])
              for name, x in columns.items()}
-    found = {name: float(torch.corrcoef(pair)[0, 1]) for name, pair in pairs.items()}
-    return {name: r for name, r in found.items() if r == r}
+    correlations = {name: float(torch.corrcoef(pair)[0, 1]) for name, pair in pairs.items()}
+    return {name: r for name, r in correlations.items() if r == r}
 
 
 class Scored(NamedTuple):
@@ -64,7 +64,8 @@ class Scored(NamedTuple):
     helps: int          # row of the highest influence
     harms: int          # of the lowest
     words: dict         # {row: influence (T,) of its tokens, or None} of both
-    self_share: float   # of all influence, that on own parts of the target; NaN: not known
+    self_share: float   # the part of all influence that rows have on their own part of the target;
+                        # NaN: not known
     likeness: dict      # {name: rank correlation of influence with that}
 
 

@@ -258,11 +258,11 @@ def test_a_group_is_named_where_it_is_known_and_ties_are_ties():
     shares = [0.2, 0.4, 0.3, 0.5, -0.4, 0, 0, 0]
     push, both, prompt = sentences(planted(folds(shares, 0.01)))
     assert "made less likely +0.90" in push and "90 %" in push
-    assert "most up pulled reward 0 to 0.25, made less likely (3 of 8 rollouts)" in both
-    assert "most up pulled 'prompt 3'" in prompt and "most down pulled 'prompt 4'" in prompt
+    assert "up most: reward 0 to 0.25, made less likely (3 of 8 rollouts)" in both
+    assert "up most: 'prompt 3'" in prompt and "down most: 'prompt 4'" in prompt
     tied = torch.tensor(folds([0.5, 0.49, 0, 0, 0, 0, 0, 0], 0.1))
     tied[:, :, 1] = tied[:, :, 1].flip(0)       # each is known, and their difference is not
-    assert "'prompt 0' and 'prompt 1' tie up" in sentences(planted(tied.tolist()))[2]
+    assert "'prompt 0' and 'prompt 1' tie" in sentences(planted(tied.tolist()))[2]
     *_, both, prompt = sentences(planted(folds(shares, 3.0)))
     assert "no group is known" in both and "no group is known" in prompt
     assert "%" not in both + prompt, "a part of a sum that is not known"
@@ -337,8 +337,8 @@ def test_a_group_of_the_readers_own_is_named():
     batch = planted([[shares]]).run.steps[0].batch
     labels = [prompt.row["half"] for prompt in batch.prompts]
     text = sentences(planted(folds(shares, 0.01)), "half", labels)[1]
-    assert "most up pulled half 'a' (4 of 8 rollouts), +2.00" in text
-    assert "most down pulled half 'b' (4 of 8 rollouts), -1.60" in text
+    assert "up most: half 'a' (4 of 8 rollouts), +2.00" in text
+    assert "down most: half 'b' (4 of 8 rollouts), -1.60" in text
     many = [0.1 * i for i in range(16)]
     split = splits_of(rows_of(planted([[shares] * 2]).run, torch.ones(1, 2, 8)), "x", many)["x"]
     assert len(split.names) == 5 and "0 to 0.375" in split.names[0], "numbers have no bands"
@@ -393,7 +393,7 @@ def test_held_out_is_the_number_of_completions(run):
 def test_rollouts_are_grouped_by_a_column_or_a_function(run, tmp_path):
     folder = run("plain")
     text, _ = told(folder, "--by=reward", FAST, "--since=3")
-    assert "Shares by reward, iteration by iteration" in text and "By reward: " in text
+    assert "Shares by reward, iteration by iteration" in text and "By reward, up most: " in text
     rows = [(3, SimpleNamespace(text=f"p{i}", row={"kind": i % 2}), "said", 0.5) for i in range(4)]
     batch = SimpleNamespace(prompts=[row[1] for row in rows], completions=["said"] * 4,
                             rewards=torch.full((4,), 0.5))
