@@ -1,7 +1,6 @@
 """
-The metrics of an update, added up over its micro-batches and steps. What each of them is stands in
-run/metrics.py. The sums stay on the device until the end of the update, so that a GPU is waited for
-once.
+The metrics of an update, added up over its micro-batches and steps. run/metrics.py computes each of
+them. The sums stay on the device until the end of the update, so that a GPU is waited for once.
 """
 import math
 
@@ -43,8 +42,9 @@ class Meter:
     """Collects the metrics of an update."""
 
     def __init__(self, setup, cfg, log, check=False):
-        """check: the first step is the first of a run. It ends the run if the trainer's log-probs
-        are not the sampler's, or if influence is not what plain backward passes give."""
+        """log: the iteration's StepLog. check: the first step is the first of a run. It ends the
+        run if the trainer's log-probs are not the sampler's, or if influence is not what plain
+        backward passes give."""
         self.setup = setup
         self.cfg = cfg
         self.log = log
@@ -53,13 +53,13 @@ class Meter:
         self.num_begun = 0          # steps, also those for which influence keeps no row
         self.num_empty = 0          # steps for which it keeps no row
         self.num_steps = 0          # steps that were taken
-        zero = torch.zeros((), dtype=torch.float64, device=setup.device)
-        self.zeros = [zero, zero]
-        # {name: sum and count}. These names are logged even if there are no rows, or no step
-        self.sums = dict.fromkeys(("loss", "policy_loss"), [zero, zero + PER_STEP])
         self.ratios = []            # pieces of a spread
         self.gaps = []              # likewise: |trainer's - sampler's log-prob| before a step
         self.influences = []        # (n,) of the rollouts that each step has scored
+        # {name: sum and count}. These names are logged even if there are no rows, or no step
+        zero = torch.zeros((), dtype=torch.float64, device=setup.device)
+        self.zeros = [zero, zero]
+        self.sums = dict.fromkeys(("loss", "policy_loss"), [zero, zero + PER_STEP])
 
     def begin_step(self):
         """Count a step in, whether it will be taken or not -> is_fresh."""
@@ -115,18 +115,12 @@ class Meter:
         self.num_steps += 1
         self.is_fresh = self.check = False
 
-    def mean(self, total, count):
-        """NaN where nothing was counted."""
-        if count == PER_STEP:
-            count = max(1, self.num_begun)
-        return total / count if count else math.nan
-
     def metrics(self):
         """The metrics of the whole update, over all processes -> {name: number}.
 
         Metrics:
             grad_norm: norm of the gradient before clipping, mean over steps
-            num_steps: optimizer steps; 0: skipped, and a warning says why
+            num_steps: optimizer steps; 0: there was nothing to learn from
             ratio_std, ratio_min, ratio_max: over the tokens with loss of all passes; at sequence
                 level over completions. With one pass they are rounding, with several ratio_std is
                 often 0.1 to 0.3
@@ -138,16 +132,16 @@ class Meter:
         # sums over micro-batches, steps and processes, in one copy from the device
         sums = torch.stack([torch.stack(pair) for pair in self.sums.values()]).tolist()
         totals = {}
-        for mine in all_gather([dict(zip(self.sums, sums))]):
-            for name, pair in mine.items():
-                totals[name] = [a + b for a, b in zip(totals.get(name, (0.0, 0.0)), pair)]
+        for name, pair in all_gather([*zip(self.sums, sums)]):
+            totals[name] = [a + b for a, b in zip(totals.get(name, (0.0, 0.0)), pair)]
 
-        # means: of what was counted, or over the steps
-        metrics = {name: self.mean(*pair) for name, pair in totals.items()}
+        # means over what was counted, NaN where that is nothing, or over the steps
+        steps = max(1, self.num_begun)
+        norms = ["grad_norm", "val/grad_norm"] if self.cfg.critic else ["grad_norm"]
+        metrics = dict.fromkeys(norms, 0.0)         # without a step
+        for name, (total, count) in totals.items():
+            metrics[name] = total / (steps if count == PER_STEP else count or math.nan)
         metrics["num_steps"] = self.num_steps
-        if self.num_steps == 0:
-            norms = ["grad_norm", "val/grad_norm"] if self.cfg.critic else ["grad_norm"]
-            metrics |= dict.fromkeys(norms, 0.0)
         if self.cfg.tracin != "off":
             metrics["tracin/empty_steps"] = self.num_empty
 
