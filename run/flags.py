@@ -41,14 +41,13 @@ def is_solved(m, first):
 
 def constant_rewards(m, first, cfg):
     """Names of the reward functions, where there are several, that gave every completion the same
-    score -> (those that teach nothing, those that are solved: they once varied and have risen)."""
+    score. One that varied at first and has risen is solved, and does not count."""
     if len(cfg.reward_funcs) < 2:
-        return [], []
-    constant = [name for name in cfg.reward_funcs if m[f"rewards/{name}/std"] == 0]
-    solved = [name for name in constant       # a resumed run may have begun with different rewards
-              if first.get(f"rewards/{name}/std", 0) > 0
-              and m[f"rewards/{name}/mean"] > first[f"rewards/{name}/mean"]]
-    return [name for name in constant if name not in solved], solved
+        return []
+    return [name for name in cfg.reward_funcs       # a resumed run may have begun with others
+            if m[f"rewards/{name}/std"] == 0 and not (
+                first.get(f"rewards/{name}/std", 0) > 0
+                and m[f"rewards/{name}/mean"] > first[f"rewards/{name}/mean"])]
 
 
 def signs_of_collapse(m, first):
@@ -66,24 +65,19 @@ def signs_of_collapse(m, first):
     return signs
 
 
-def weighed_mean(m, cfg):
-    """Weighted sum of the reward functions' means. NaN if all weights are 0, or if one of several
-    functions abstains: the mean of the group then stands in for it, so the sum may differ."""
+def problems_of_sum(m, cfg):
+    """Is the mean reward the weighted sum of the scores' means? Not known where one of several
+    functions abstains: the mean of the group then stands in for it."""
     weights = {name: x for name, x in zip(cfg.reward_funcs, cfg.reward_weights) if x}
     abstains = any(m[f"rewards/{name}/abstained"] > 0 for name in weights)
     if not weights or len(weights) > 1 and abstains:
-        return math.nan
-    return sum(weight * m[f"rewards/{name}/mean"] for name, weight in weights.items())
-
-
-def problems_of_sum(m, cfg):
-    """Is the mean reward the weighted sum of the scores' means?"""
-    expected = weighed_mean(m, cfg)
+        return
+    expected = sum(x * m[f"rewards/{name}/mean"] for name, x in weights.items())
     if abs(m["reward"] - expected) > 1e-6 * (abs(expected) + m["reward_std"]):
         yield "sum", (
-            f"the reward is {m['reward']:.4g} on average, the means of the reward functions by "
-            f"their weights are {expected:.4g}: does None, a missing score, count as a number? If "
-            "you combine the rewards differently on purpose, ignore this")
+            f"the mean reward is {m['reward']:.4g}, but the weighted means of the reward functions "
+            f"add up to {expected:.4g}: does None, a missing score, count as a number? If you "
+            "combine the rewards differently on purpose, ignore this")
 
 
 def largest_advantage(m):
@@ -114,7 +108,7 @@ def problems_of_rewards(m, cfg, first, groups):
                 "all advantages that the config file's function advantage returned are near zero, "
                 "so they teach nothing: check it")
         return
-    constant, _ = constant_rewards(m, first, cfg)
+    constant = constant_rewards(m, first, cfg)
     if constant:
         values = ", ".join(f"{name!r} {m[f'rewards/{name}/mean']:.4g}" for name in constant)
         are = "reward is" if len(constant) == 1 else "rewards are"
@@ -162,8 +156,8 @@ def problems_of_exploration(m, cfg, first):
             f"token; {remedy}")
     if m["completions/clipped_ratio"] == 1 and not solved:
         yield "length", (
-            f"every completion was truncated at {cfg.max_completion_length} tokens: length is not "
-            "learned: raise max_completion_length")
+            f"every completion was truncated at {cfg.max_completion_length} tokens: the "
+            "policy never learns to stop: raise max_completion_length")
 
 
 def problems_of_step(m, cfg, first, norms):
@@ -195,8 +189,8 @@ def problems_of_step(m, cfg, first, norms):
     if teaches and m["num_steps"] > 1 and distance < 1e-5:
         yield "steps", (
             f"the ratio is 1 in all {m['num_steps']} steps, so the clip does nothing: are the old "
-            "log-probs taken again, in place of the sampler's? Does a step move the weights "
-            "(learning_rate)?")
+            "log-probs computed anew after each step, instead of once by the sampler? Does a step "
+            "move the weights (learning_rate)?")
     if cfg.beta:
         yield from problems_of_kl(m, cfg, first, teaches)
 
@@ -248,7 +242,7 @@ def problems_of_influence(m, cfg, dtype):
     if m["tracin/empty_steps"] > 0:
         yield "empty", (
             "influence kept no rollout, so a step had no policy gradient. Are all rewards of the "
-            "target equal? Take more tracin_val_prompts, or another reward")
+            "target equal? Take more tracin_val_prompts, or a different reward")
     if m["tracin/fallback"] > 0:
         yield "fallback", (
             f"only {m['tracin/positive_ratio']:.0%} of the rollouts have positive influence: kept "
@@ -339,22 +333,16 @@ def problems_of_evaluation(before, after, noise, logged_kl=math.nan):
             "beta or stop earlier")
 
 
-def solved_rewards(m, first, cfg):
-    """The rewards that are solved or capped, in words, or ""."""
-    _, solved = constant_rewards(m, first, cfg)
-    if "advantage" not in cfg.functions and m["reward_min"] == m["reward_max"]:
-        return f"all rewards are {m['reward_min']:.4g}" if is_solved(m, first) else ""
-    values = [f"{name!r} {m[f'rewards/{name}/mean']:.4g}" for name in solved]
-    return f"constant and higher than at first: {', '.join(values)}" if values else ""
-
-
 def notes(m, cfg, earlier=(), warned=False):
     """Yield what looks wrong in the metrics m of an iteration but may be right. earlier: metrics of
     the iterations before it; warned: True if this one has warnings."""
     first = (*earlier, m)[0]
-    solved = solved_rewards(m, first, cfg)
+    all_equal = m["reward_min"] == m["reward_max"] and "advantage" not in cfg.functions
+    solved = all_equal and is_solved(m, first)
     if solved:
-        yield "solved", f"{solved}: solved or capped, so they teach nothing more; try a harder task"
+        yield "solved", (
+            f"all rewards are {m['reward_min']:.4g}: the task is solved, or the reward capped, so "
+            "they teach nothing more; try a harder task")
     signs = signs_of_collapse(m, first) if has_risen(m, first) else []
     if signs:
         yield "one answer", (
