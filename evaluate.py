@@ -1,6 +1,6 @@
 """
 Measure what a policy writes for held-out prompts. grpo.py does so before, during and after a run.
-This command measures the last checkpoint of a run, with other settings if you like:
+This command measures the last checkpoint of a run, with changed settings if you like:
 
     python evaluate.py out/toxicity --num_eval_prompts=256
 """

@@ -8,7 +8,6 @@ With --chat=True the prompt becomes a user's message, in the model's chat templa
 --before=True the policy before training answers first, with the same noise. Settings are the run's
 unless changed here, such as --temperature=0.7 or --max_completion_length=20.
 """
-import io
 import sys
 from dataclasses import replace
 
@@ -70,15 +69,6 @@ def answer(setup, policies, cfg, prompt, flags):
             print("  " + "".join(f"{x:12.3f}" for x in numbers) + f"  {completion!r}", flush=True)
 
 
-def prompts_from(lines):
-    """The prompts from a terminal or a pipe: its lines that are not blank."""
-    if lines.isatty():
-        print("one prompt per line, Ctrl-D to quit", flush=True)
-    for line in lines:
-        if line.strip():
-            yield line.rstrip("\r\n")
-
-
 def main(argv):
     flags, argv = own_flags(argv, dict(prompt="", num=5, before=False, chat=False))
     if not argv:
@@ -100,11 +90,11 @@ def main(argv):
     if flags["prompt"]:
         answer(setup, policies, cfg, flags["prompt"], flags)
         return
-    if isinstance(sys.stdin, io.TextIOWrapper):     # a byte that is not UTF-8 ends nothing
-        sys.stdin.reconfigure(errors="replace")
-    for prompt in prompts_from(sys.stdin):
+    if sys.stdin.isatty():
+        print("one prompt per line, Ctrl-D to quit", flush=True)
+    for line in filter(str.strip, sys.stdin):
         try:
-            answer(setup, policies, cfg, prompt, flags)
+            answer(setup, policies, cfg, line.rstrip("\r\n"), flags)
         except BadInput as e:   # the next line may be better
             print(f"error: {e}", flush=True)
 

@@ -31,7 +31,7 @@ def rows_at_once(setup, cfg):
 
 
 def is_untrained(setup, policy):
-    """Whether a policy has exactly the weights from before training, and samples in float32."""
+    """True if a policy has exactly the weights from before training, and samples in float32."""
     pairs = list(zip(policy.parameters(), setup.base.parameters()))
     same = len(pairs) == len(list(policy.parameters())) and all(
         torch.equal(a, b.to(a)) for a, b in pairs)

@@ -49,9 +49,9 @@ def sample_rows(it, batch, cfg):
             for i in range(int((batch.age == 0).sum()))]     # replayed ones follow these
 
     # completions of groups that taught nothing: the policy wrote them too
-    for other in batch.replaced or ():
-        rows += [sample_row(it, other, i, cfg) | dict(advantage=None, learned=False)
-                 for i in range(len(other.prompts))]
+    for part in batch.replaced or ():
+        rows += [sample_row(it, part, i, cfg) | dict(advantage=None, learned=False)
+                 for i in range(len(part.prompts))]
     return rows
 
 

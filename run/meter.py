@@ -96,11 +96,11 @@ class Meter:
         if self.check:
             check_ratio(self.setup, batch, *self.logp_difference())
 
-    def add_influence(self, found):
-        """Count a step's influence in, by its tracin.Influence."""
-        self.influences.append(found.scores.influence)
-        self.count({name: (x, 1) for name, x in influence_metrics(found, self.setup).items()})
-        self.num_empty += not found.selection.weights.any()
+    def add_influence(self, influence):
+        """Count a step's tracin.Influence in."""
+        self.influences.append(influence.scores.influence)
+        self.count({name: (x, 1) for name, x in influence_metrics(influence, self.setup).items()})
+        self.num_empty += not influence.selection.weights.any()
 
     def add_step(self, batch, grad_norm):
         """Count a step that is about to be taken, while its gradient is not clipped yet. grad_norm:

@@ -134,9 +134,9 @@ def target_metrics(target):
         "tracin/target_advantage_max": advantages.max()}
 
 
-def influence_metrics(found, setup):
-    """Metrics of a step's influence, by its tracin.Influence: tensors () and numbers. A target that
-    is a function of the config file has neither halves nor rollouts.
+def influence_metrics(influence, setup):
+    """Metrics of a step's tracin.Influence: tensors () and numbers. A target that is a function of
+    the config file has neither halves nor rollouts.
 
     Metrics:
         tracin/selected_ratio: share of the rollouts that are kept
@@ -147,13 +147,13 @@ def influence_metrics(found, setup):
         tracin/target_grad_norm/NAME: the same for one of its first three weights
         tracin/target_cosine: cosine of the target's gradients on two halves of its rollouts. Near
             0: noise
-        tracin/target_contrast: spread of the target's rewards against that of the rollouts it was
-            chosen from
+        tracin/target_contrast: spread of the target's rewards, relative to the spread of all the
+            rewards it was chosen from
         tracin/invariant_error: relative error of sum_i I_i = <G_train, G_target>, mean over steps:
-            rounding. Where G_train is known anyway: with tracin = "self" on the batch itself
+            rounding. Logged where G_train is the target: with tracin = "self" on the batch itself
         tracin/target_age: steps in the average of the target's gradient
     """
-    target, scores, selection = found
+    target, scores, selection = influence
     target_grad = target.gradient
     metrics = {
         "tracin/selected_ratio": (selection.weights != 0).float().mean(),

@@ -65,23 +65,23 @@ class Run:
             has_begun = self.saver.done is not None or self.stopped()
             if not has_begun or not is_failure(error):
                 return
-            kept = self.saver.keep_last()
+            saved = self.saver.keep_last()      # says what is saved
             if not self.stopped():
-                print(kept, flush=True)
+                print(saved, flush=True)
                 return
 
             # a terminal's Ctrl-C also ends the processes that a reward waits for, so the reward
             # fails. The signal ends the run, and names that failure
-            raise KeyboardInterrupt(f"{kept} (meanwhile: {shown(str(error), 120)})") from error
+            raise KeyboardInterrupt(f"{saved} (meanwhile: {shown(str(error), 120)})") from error
 
     def is_evaluated(self, done):
-        """Whether an evaluation follows after so many iterations."""
+        """True if an evaluation follows after so many iterations."""
         return done == self.cfg.max_iters or is_due(done, self.cfg.eval_interval)
 
     def evaluate(self, iteration):
         """Evaluate the policy after so many iterations."""
-        found = evaluate(self.setup, self.setup.policy, self.cfg, iteration)
-        self.log.evaluation(iteration, *found)
+        measures = evaluate(self.setup, self.setup.policy, self.cfg, iteration)
+        self.log.evaluation(iteration, *measures)
 
     def begin(self, setup):
         """Begin at the start, or at the last checkpoint of an interrupted run."""
@@ -91,7 +91,7 @@ class Run:
         self.stopped = self.until_end.enter_context(interrupts())
         setup.has_read = what_was_read(setup, cfg)
 
-        # new logs, or those of the interrupted run up to its last checkpoint
+        # new logs, or the interrupted run's, up to its last checkpoint
         done, num_tokens = None, 0
         if cfg.resume:
             done, num_tokens = resume(self.folder, setup, cfg)          # cuts the log
@@ -178,8 +178,6 @@ class Run:
               flush=True)
         self.log.wandb.tell("finish")
         try:
-            if self.cfg.expect_rise and len(rows) < 2 and why:
-                raise SystemExit("verdict: none, since no two evaluations measure the same")
             if self.cfg.expect_rise:
                 print_verdict(rows, self.cfg, read_log(f"{self.folder}/metrics.jsonl"))
         finally:    # a run that was killed before this prints the table when it is started again
