@@ -754,8 +754,7 @@ MISTAKES = [
         ("what fails after Ctrl-C loses work", "if not has_begun or not is_failure(error):",
          "if True:")),
     *of("run/run.py", "test_runs.py::test_a_reward_that_fails_once_costs_no_whole_iteration[4-2]",
-        ("a failure loses whole iterations", "            kept = self.saver.keep_last()\n",
-         "            kept = ''\n")),
+        ("a failure loses whole iterations", "saved = self.saver.keep_last() ", "saved = '' ")),
     *of("run/saver.py", "test_runs.py::test_a_reward_that_fails_once_costs_no_whole_iteration[4-2]",
         ("generators go on after a failure", "        set_random_state(self.random)\n", "")),
     # test_inputs.py

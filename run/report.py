@@ -184,24 +184,22 @@ def print_table(rows):
 
 
 class Warned:
-    """The warnings and notes of a run: prints each when it comes, and the warnings again at the
-    end."""
-    AGAIN = 10      # iterations until a kind is printed again
+    """The warnings and notes of a run: prints each kind when it first comes and every tenth time
+    after that, and the warnings again at the end."""
+    EACH = 10
 
     def __init__(self):
         self.texts = {}         # {("WARNING" or "note", kind): its last sentence}
         self.iterations = {}    # {the same: iterations in which it came}
-        self.printed = {}       # {the same: iteration in which it was last printed}
 
     def say(self, what, kind, text, iteration):
-        """Print a problem, unless its kind was printed less than ten iterations ago. what: WARNING
-        or note."""
+        """Count a problem, and print it if it is due. what: WARNING or note."""
         key = what, kind
         self.texts[key] = text
-        self.iterations.setdefault(key, []).append(iteration)
-        again = math.inf if kind == "zero" else self.AGAIN     # "zero" is right: print it once
-        if iteration - self.printed.get(key, -again) >= again:
-            self.printed[key] = iteration
+        iterations = self.iterations.setdefault(key, [])
+        is_due = not iterations if kind == "zero" else len(iterations) % self.EACH == 0
+        iterations.append(iteration)
+        if is_due:              # "zero" says that a number is right: once is enough
             print(f"{what}: {text}", flush=True)
 
     def repeat(self):

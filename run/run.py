@@ -65,7 +65,7 @@ class Run:
             has_begun = self.saver.done is not None or self.stopped()
             if not has_begun or not is_failure(error):
                 return
-            saved = self.saver.keep_last()      # says what is saved
+            saved = self.saver.keep_last()      # in words
             if not self.stopped():
                 print(saved, flush=True)
                 return
