@@ -131,7 +131,7 @@ class Log:
         return all_gather([done in logged])[0]
 
     def print_all(self, m, batch, clock):
-        """Print the lines and the warnings of an iteration, by its metrics, Batch and StepLog."""
+        """Print the lines and the warnings of an iteration, by its metrics, Batch and Clock."""
         # what it did, and where its time went: at first, at last, and where it is slow
         cfg = self.cfg
         done = m["iteration"]
@@ -151,7 +151,7 @@ class Log:
         print_warnings(m, cfg, self.setup.dtype, self.warned, self.rows, groups)
 
     def record(self, it, batch, metrics, clock):
-        """Print an iteration, and log its completions -> all of its metrics. clock: its StepLog.
+        """Print an iteration, and log its completions -> all of its metrics. clock: its Clock.
 
         Metrics:
             iteration: from 1

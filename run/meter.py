@@ -41,13 +41,13 @@ def spread_of(pieces, around=0.0):
 class Meter:
     """Collects the metrics of an update."""
 
-    def __init__(self, setup, cfg, log, check=False):
-        """log: the iteration's StepLog. check: the first step is the first of a run. It ends the
+    def __init__(self, setup, cfg, clock, check=False):
+        """clock: the iteration's Clock. check: the first step is the first of a run. It ends the
         run if the trainer's log-probs are not the sampler's, or if influence is not what plain
         backward passes give."""
         self.setup = setup
         self.cfg = cfg
-        self.log = log
+        self.clock = clock
         self.check = check          # until that step is taken
         self.is_fresh = True        # no step was taken yet: the policy is the one that sampled
         self.num_begun = 0          # steps, also those for which influence keeps no row
@@ -83,7 +83,7 @@ class Meter:
             rollout = loss.batch.rollout
             sampled = rollout.sampled_mask & (loss.batch.age == 0)[:, None]     # not replayed
             self.gaps.append(piece_of((loss.logp - rollout.logp).abs(), sampled))
-        self.log.loss(loss)
+        self.clock.loss(loss)
 
     def logp_difference(self):
         """(mean, largest) difference of the trainer's log-probs from the sampler's, over the tokens

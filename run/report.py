@@ -31,7 +31,7 @@ LINES = {
     "update": "5. Optimizer step finished"}
 
 
-class StepLog:
+class Clock:
     """Where the time of an iteration goes: seconds by phase, and lines inside the iteration with
     the memory in use and the time since the last line. Both wait for a GPU, to time finished work.
     on: False prints nothing, and waits only at the end of a phase."""
@@ -98,7 +98,7 @@ class StepLog:
         self.last_line = now
 
 
-silent_log = StepLog(torch.device("cpu"), on=False)
+silent_clock = Clock(torch.device("cpu"), on=False)
 
 
 def loss_in_parts(m):

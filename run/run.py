@@ -16,7 +16,7 @@ from run.inputs import OF_EVALUATION, since_change, what_was_read
 from run.log import MOST_UNSCORED, Log
 from run.metrics import kl_grad_share
 from run.policy import save_base
-from run.report import StepLog, print_table, print_verdict
+from run.report import Clock, print_table, print_verdict
 from run.saver import Saver
 
 
@@ -124,11 +124,11 @@ class Run:
         # a later failure saves the last whole iteration
         self.saver.mark_whole(self.start)
 
-    def step_log(self):
-        """Begin an iteration -> its StepLog. An evaluation may have drawn random numbers since the
+    def begin_iteration(self):
+        """Begin an iteration -> its Clock. An evaluation may have drawn random numbers since the
         last one, so what a failure would save is marked anew."""
         self.saver.mark_whole(self.saver.done)
-        return StepLog(self.setup.device, self.cfg.log_micro)
+        return Clock(self.setup.device, self.cfg.log_micro)
 
     def kl_share(self, it, batch, steps, clock):
         """Before the steps of iteration `it`, if an evaluation follows them: how much of the

@@ -14,7 +14,7 @@ from run import metrics
 from run.flags import problems
 from run.meter import Meter, piece_of, spread_of
 from run.metrics import batch_metrics, kl_grad_share
-from run.report import silent_log
+from run.report import silent_clock
 from worlds import (
     forward, generator_of, gradient, letters, mean_token, number_gpt, settings, shaken, world)
 
@@ -320,7 +320,7 @@ def test_a_mean_of_nothing_is_not_zero():
     """A metric of one's own may count tokens of which an iteration has none."""
     cfg = settings(mean_token)
     setup, _ = world(cfg)
-    meter = Meter(setup, cfg, silent_log)
+    meter = Meter(setup, cfg, silent_clock)
     zero = torch.zeros((), dtype=torch.float64)
     meter.count({"of nothing": (zero, 0), "of two": (zero + 3, 2)})
     m = meter.metrics()

@@ -13,7 +13,7 @@ from common.progress import Progress
 from loss import Loss
 from run import report
 from run.flags import notes, problems, problems_of_evaluation
-from run.report import StepLog, Warned, print_iteration, print_verdict, print_warnings
+from run.report import Clock, Warned, print_iteration, print_verdict, print_warnings
 from run.log import Log, noise_between
 from run.settings import Settings as AllSettings
 from worlds import printed, refusal, skip_for
@@ -68,7 +68,7 @@ Influence | 812 | 2.000
 
 def test_the_numbered_lines_have_memory_times_scores_and_losses(clock):
     def iteration(on):
-        log = StepLog(CPU, on)
+        log = Clock(CPU, on)
         clock.time += 1.5
         log.sampled(FOUR_ROWS)
         clock.time += 0.25

@@ -15,7 +15,7 @@ from loss import losses, micro_batches
 from rollout import completion_entropies, generate
 from run.metrics import batch_metrics
 from run.optimizer import learning_rate
-from run.report import StepLog, silent_log
+from run.report import Clock, silent_clock
 from worlds import (
     PROMPTS, assert_close, assert_near, forcing, forward, gradient, inputs_of, letters, number_gpt,
     plain_logps, random_ids, refusal, setup_of, settings, shaken, steps_of, world)
@@ -145,7 +145,7 @@ def test_a_micro_batch_waits_for_a_gpu_once(monkeypatch):
     cfg = settings(beta=0.1, micro_batch_size=3)
     setup, batch = world(cfg, reference=moved())
     step = next(optimizer_steps(batch, cfg, 1))
-    for log, expected in ((silent_log, 4), (StepLog(setup.device, on=True), 8)):
+    for log, expected in ((silent_clock, 4), (Clock(setup.device, on=True), 8)):
         with Waits(monkeypatch) as waits:
             for loss, _ in losses(setup, setup.policy, batch, step, cfg):
                 loss.total.backward()

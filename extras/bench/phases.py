@@ -11,7 +11,7 @@ from torch import nn
 import grpo
 from common.device import read_proc
 from common.seeds import seed_for
-from run.report import StepLog
+from run.report import Clock
 
 # {part of a GPU's name: (GB/s of its memory, TFLOP/s of bfloat16 products summed in float32,
 # TFLOP/s of float32)}, dense, from the makers' data sheets; the first part that fits counts
@@ -23,13 +23,13 @@ PEAKS = {
     "RTX 3090": (936, 71, 35.6), "RTX A6000": (768, 154.8, 38.7), "T4": (320, None, 8.1)}
 
 PHASES = ("sampling", "reward", "reference", "held_out", "loss", "influence", "step")
-# phase of a StepLog: the same here
+# phase of a Clock: the same here
 NAMES = {"sample": "sampling", "score": "reward", "advantage": "reference", "record": "loss",
          "update": "step"}
 
 
-class Clock(StepLog):
-    """A StepLog that prints nothing and records the seconds of each phase. It waits for the device
+class PhaseClock(Clock):
+    """A Clock that prints nothing and records the seconds of each phase. It waits for the device
     at the end of a phase."""
 
     def __init__(self, setup, cfg):
@@ -65,7 +65,7 @@ def now(device):
 
 def timed_iteration(setup, cfg, it):
     """Iteration `it` of grpo.train -> ({phase: seconds}, its Rollout)."""
-    clock = Clock(setup, cfg)
+    clock = PhaseClock(setup, cfg)
     hook = setup.optimizer.register_step_post_hook(clock.stepped)
     batch = grpo.collect_iteration(setup, it, cfg, clock)
     held_out = grpo.collect_held_out(setup, it, cfg)
