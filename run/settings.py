@@ -214,8 +214,8 @@ class Settings(*settings_of_extras()):
         return bool(self.kl_in_loss or self.entropy_coef or self.critic)
 
     def door(self, name, default=None):
-        """The config file's function of this name, else the one that an extra's setting puts there,
-        else the core's."""
+        """A door is a hook, or callback: the config file's function of this name, else the one that
+        an extra's setting puts there, else the core's."""
         if name in GIVEN and name in self.functions:    # not a reward of that name
             return self.functions[name]
         for extra in type(self).__bases__:
