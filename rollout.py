@@ -239,14 +239,6 @@ def read_prompts(model, prompt, attention_mask, num_generations, S):
     return h[:, -1].repeat_interleave(num_generations, 0), cache
 
 
-def read_last(model, ids, attention_mask, cache):
-    """Read the last of ids (n, S), or all of them if there is no cache -> the hidden states (n, C)
-    before the next token."""
-    if cache is None:
-        return model(ids, attention_mask)[:, -1]
-    return model(ids[:, -1:], attention_mask, cache)[:, -1]
-
-
 def drop_finished(rows, cache, ended):
     """Drop rows (n,) that have ended, from the cache too -> the rows that still run."""
     running = (~ended[rows]).tolist()       # waits for a GPU; what follows does not
@@ -282,14 +274,17 @@ def decode(model, prompt, attention_mask, r, noise, sampling, respond=None):
         if t == T - 1:
             break
 
-        # read it. Finished rows are dropped, so that a token costs only what still runs
+        # drop finished rows, so that a token costs only what still runs
         if (t + 1) % check_every == 0:
             rows = drop_finished(rows, cache, r.ended)
             if len(rows) == 0:
                 break
-        ids = r.tokens[rows, :P + t + 1]
+
+        # read the new token; without a cache, all tokens again
+        ids = r.tokens[rows, :P + t + 1]                                            # (n, P + t + 1)
         mask = None if attention_mask is None else r.attention_mask[rows, :P + t + 1]
-        h = read_last(model, ids, mask, cache)                                      # (n, C)
+        h = model(ids, mask) if cache is None else model(ids[:, -1:], mask, cache)
+        h = h[:, -1]                                                                # (n, C)
 
 
 # ------------------------------------------------------------------------------------------------
