@@ -16,13 +16,13 @@ i's part of the gradient of a layer's output is what row i alone would give. For
     a_i     be row i's part of its input
     b_i     row i's part of the gradient of its output
     g_i     row i's gradient of its weight
-    t       another gradient of that weight, the target's
+    t       any gradient of that weight, such as the target's
 then, summed over tokens,
     Linear      g_i = b_i^T a_i     so <g_i, t> = b_i . (t a_i), and g_i need not be formed
     Embedding   the same, if a_i are one-hot vectors: b_i is added to the embeddings of these ids
-    vectors     (biases, weights of norms) g_i is no larger than b_i, and is formed at once
-    any other   (norms, factors, tables of positions by others) likewise, by autograd on each row
-                alone: the layer is computed again
+    vectors     (biases, weights of norms) g_i is smaller than b_i, and is formed at once
+    the rest    (norms, factors, tables of positions of your model) likewise, by autograd on each
+                row alone: the layer is computed again
 A matrix that is embedding and head (tied) has g_i = g_embedding + g_head, each against the same t.
 
 Hooks see a and b, so any model works unchanged. A forward hook keeps a layer's input and puts a
@@ -119,7 +119,7 @@ def products(b, a, target):
     """<b_t a_t^T, target> of each entry (m,). target: of the same parameter."""
     if not b.is_floating_point():
         x = F.embedding(b, target).mul_(a)
-    elif len(target) > target.shape[1]:       # the other way round is smaller: the vocabulary head
+    elif len(target) > target.shape[1]:       # the smaller product: for the vocabulary head
         x = (b @ target).mul_(a)
     else:
         x = F.linear(a, target).mul_(b)
@@ -142,7 +142,7 @@ def transposed(module, x, b):
 
 def embedding(module, x, b):
     padding = getattr(module, "padding_idx", None)
-    if padding is not None:     # the embedding of this id gets no gradient
+    if padding is not None:     # PyTorch does not train the embedding of this id
         b = b.masked_fill((x == padding)[..., None], 0)
     return x.flatten(), b.flatten(0, -2)    # ids stand for b
 
@@ -290,7 +290,7 @@ class Call:
         self.layer = tape.layers[module]
         self.shape = tuple(x.shape)
         self.owners = tape.owners_of(module, x, out)    # (k,) of each entry of x's first dimension
-        # a layer of a known kind needs x alone, others all their inputs. None: recorded
+        # a layer in KINDS needs x alone, any other all its inputs. None: recorded
         self.inputs = x.detach()
         self.out = None
         if self.layer.kind is None:
@@ -423,7 +423,7 @@ class Tape:
             owners = owners[start:start + len(x)]
             self.given[module] += len(x)
 
-        # positions of all rows may have been looked up once, as (T,): then T is no number of rows
+        # positions of all rows may have been looked up once, as (T,): T does not count rows
         fits = len(x) == len(out) == len(owners)
         return owners if fits and (x.dim() > 1 or not self.is_lookup(module)) else None
 

@@ -9,7 +9,7 @@ from rollout import completion_entropies
 
 
 def most_entropy(entropy, mask, cfg):
-    """Of the tokens in a mask (N, T), the share top_entropy_quantile of the greatest entropy."""
+    """The share top_entropy_quantile of the tokens in a mask (N, T) that has the most entropy."""
     if not mask.any():
         return mask
     entropies = entropy[mask].sort().values                 # quantile() takes 2 ** 24 at most

@@ -5,7 +5,7 @@ from tape import inner
 
 
 def norm(recording, weights):
-    """Factor () that rescales the kept rollouts' gradient to the length of that of all."""
+    """Factor () that rescales the kept rollouts' gradient to the length that all of them have."""
     everyone = recording.policy_gradient(torch.ones_like(weights))
     kept = recording.policy_gradient(weights)
     squares = inner(everyone, everyone) / inner(kept, kept)
