@@ -178,6 +178,8 @@ class Run:
               flush=True)
         self.log.wandb.tell("finish")
         try:
+            if self.cfg.expect_rise and len(rows) < 2:
+                raise SystemExit("verdict: none, since no two evaluations measure the same")
             if self.cfg.expect_rise:
                 print_verdict(rows, self.cfg, read_log(f"{self.folder}/metrics.jsonl"))
         finally:    # a run that was killed before this prints the table when it is started again
