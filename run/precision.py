@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from common.device import autocast, set_precision
+from common.device import set_precision
 from common.errors import shown
 from common.guards import logp_error, tolerance_of
 from common.processes import all_gather
@@ -24,7 +24,7 @@ def few_rows(setup, cfg):
     ids = min((prompt.ids for prompt in setup.prompts), key=len)
     T = min(cfg.max_completion_length, 8)
     set_precision(setup.device, setup.dtype)
-    with autocast(setup.device, setup.dtype):
+    with setup.autocast():
         how = dict(seed=0, eos=(-1,), **cfg.sampling)
         # ten rows, since torch.compile treats dimensions of equal size as the same symbol
         rows = setup.generate(setup.policy, [ids, ids[1:] or ids], 5, T, **how)
@@ -37,7 +37,7 @@ def logp_and_gradient(setup, rollout, cfg):
     them."""
     # a forward pass as setup computes it
     set_precision(setup.device, setup.dtype)
-    with autocast(setup.device, setup.dtype):
+    with setup.autocast():
         logp = completion_logprobs(setup.fast(setup.policy), rollout, cfg.temperature)
 
     # one backward for all rows; each token has a different weight, so that errors do not cancel
