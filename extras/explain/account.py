@@ -97,30 +97,36 @@ class Replay(NamedTuple):
         return {k.it: k.batch for k in self.steps}
 
 
-def replay(setup, cfg, start, since, end, folder):
-    """Repeat iterations start .. end - 1 as grpo.train did -> the Replay of those since `since`."""
-    states = []
-    steps = []
-    check_optimizer(setup.optimizer)
-    decay = decay_of(setup)                                                         # (W,)
-    progress = Progress("replay", "iteration", end, start)
-    for it in range(start, end):
-        grpo.set_learning_rate(setup.optimizer, it, cfg)
-        batch = grpo.collect_iteration(setup, it, cfg)
-        held_out = grpo.collect_held_out(setup, it, cfg)
+def flat(tensors):
+    return torch.cat([x.flatten() for x in tensors])
 
-        def watch(step, norm):
-            if it >= since:
-                states.append(stored(state_of(setup), folder))
-                steps.append(run_step(setup, cfg, it, batch, step, float(norm), decay))
 
-        grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), watch=watch)
-        if follow := cfg.door("follow"):
-            follow(setup, it + 1, cfg)
-        if progress.is_due():
-            progress.show(it + 1)
-    states.append(stored(state_of(setup), folder))
-    return Replay(setup, cfg, folder, since, states, steps)
+def free_memory():
+    """Free memory of the host in bytes; inf where it is not known."""
+    available = re.search(r"MemAvailable: *(\d+)", read_proc("meminfo"))
+    return 1024 * int(available[1]) if available else math.inf
+
+
+def stored(x, folder):
+    """x on the CPU: in memory while that lasts, then in nameless files of the folder, which end
+    with the process."""
+    x = x.cpu()
+    if 20 * x.nbytes < free_memory():
+        return x
+    file = tempfile.TemporaryFile(dir=folder)
+    x.numpy().tofile(file)
+    return torch.from_numpy(np.memmap(file, x.numpy().dtype, "r+", shape=x.shape))
+
+
+def gradient(x, weights, **how):
+    """The gradient (W,) of a number ()."""
+    return flat(torch.autograd.grad(x, weights, materialize_grads=True, **how))
+
+
+def by_parameter(setup, d):
+    """(W,) -> {parameter: tensor}."""
+    parts = d.split([p.numel() for p in setup.trained])
+    return {p: part.view_as(p) for p, part in zip(setup.trained, parts)}
 
 
 def check_optimizer(optimizer):
@@ -166,36 +172,30 @@ def state_of(setup):
     return torch.stack([flat(setup.trained).detach(), *moments])
 
 
-def flat(tensors):
-    return torch.cat([x.flatten() for x in tensors])
+def replay(setup, cfg, start, since, end, folder):
+    """Repeat iterations start .. end - 1 as grpo.train did -> the Replay of those since `since`."""
+    states = []
+    steps = []
+    check_optimizer(setup.optimizer)
+    decay = decay_of(setup)                                                         # (W,)
+    progress = Progress("replay", "iteration", end, start)
+    for it in range(start, end):
+        grpo.set_learning_rate(setup.optimizer, it, cfg)
+        batch = grpo.collect_iteration(setup, it, cfg)
+        held_out = grpo.collect_held_out(setup, it, cfg)
 
+        def watch(step, norm):
+            if it >= since:
+                states.append(stored(state_of(setup), folder))
+                steps.append(run_step(setup, cfg, it, batch, step, float(norm), decay))
 
-def free_memory():
-    """Free memory of the host in bytes; inf where it is not known."""
-    available = re.search(r"MemAvailable: *(\d+)", read_proc("meminfo"))
-    return 1024 * int(available[1]) if available else math.inf
-
-
-def stored(x, folder):
-    """x on the CPU: in memory while that lasts, then in nameless files of the folder, which end
-    with the process."""
-    x = x.cpu()
-    if 20 * x.nbytes < free_memory():
-        return x
-    file = tempfile.TemporaryFile(dir=folder)
-    x.numpy().tofile(file)
-    return torch.from_numpy(np.memmap(file, x.numpy().dtype, "r+", shape=x.shape))
-
-
-def gradient(x, weights, **how):
-    """The gradient (W,) of a number ()."""
-    return flat(torch.autograd.grad(x, weights, materialize_grads=True, **how))
-
-
-def by_parameter(setup, d):
-    """(W,) -> {parameter: tensor}."""
-    parts = d.split([p.numel() for p in setup.trained])
-    return {p: part.view_as(p) for p, part in zip(setup.trained, parts)}
+        grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), watch=watch)
+        if follow := cfg.door("follow"):
+            follow(setup, it + 1, cfg)
+        if progress.is_due():
+            progress.show(it + 1)
+    states.append(stored(state_of(setup), folder))
+    return Replay(setup, cfg, folder, since, states, steps)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -288,6 +288,17 @@ def parts_of(setup, cfg):
     return ([], *parts) if len(parts) == 1 else (parts, None)
 
 
+def backwards(run, means):
+    """Each step, from the last to the first, with the states before and after it, the mean slope
+    (K, W), and G (K, W)."""
+    U = 0.0
+    steps = zip(run.steps, run.states, run.states[1:], means)
+    for k, *tensors in reversed(list(steps)):
+        before, after, slope = (x.to(run.setup.device) for x in tensors)
+        U = k.b1 * U - k.lr / k.c1 * slope / ((after[2] / k.c2).sqrt() + k.eps)
+        yield k, before, after, slope, (1 - k.b1) * k.clip * U
+
+
 def account(run, course, predicts=True, damping=DAMPING):
     """The Account of a Replay for the target whose Course along it is given. predicts: False leaves
     out the effects, which take most of the time."""
@@ -326,17 +337,6 @@ def account(run, course, predicts=True, damping=DAMPING):
     # of what m held before the first step
     rest["momentum"][:, k.it] = k.b1 / (1 - k.b1) / k.clip * (G @ before[1]).cpu()
     return Account(shares, effects if predicts else None, dict(rest), directions[::-1])
-
-
-def backwards(run, means):
-    """Each step, from the last to the first, with the states before and after it, the mean slope
-    (K, W), and G (K, W)."""
-    U = 0.0
-    steps = zip(run.steps, run.states, run.states[1:], means)
-    for k, *tensors in reversed(list(steps)):
-        before, after, slope = (x.to(run.setup.device) for x in tensors)
-        U = k.b1 * U - k.lr / k.c1 * slope / ((after[2] / k.c2).sqrt() + k.eps)
-        yield k, before, after, slope, (1 - k.b1) * k.clip * U
 
 
 # ------------------------------------------------------------------------------------------------

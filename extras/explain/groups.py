@@ -103,8 +103,7 @@ def by_push(rows):
 
 def by_label(labels, by, shares):
     """The reader's own Split: numbers in bands, anything else by its text."""
-    numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in labels)
-    if numbers and len(set(labels)) > MOST:
+    if len(set(labels)) > MOST and all(isinstance(x, (int, float)) for x in labels):
         return Split(by, *bands(torch.tensor(labels).double(), by))
     return Split(by, *by_text([f"{by} {x!r}" for x in labels], shares), has_rest=True)
 

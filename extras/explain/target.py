@@ -46,6 +46,32 @@ class Point(NamedTuple):
 # the expected reward
 
 
+def centred(scores, weights, count):
+    """What each of N completions adds to the mean reward (N,), and the factor of its log-prob in
+    the slope (N,). scores (N, number of functions), NaN where one abstains: the mean is over known
+    scores. count: completions of a prompt, side by side."""
+    known = ~scores.isnan()
+    n = known.sum(0).clamp(min=1)
+    value = (scores.nan_to_num() / n) @ weights
+
+    # a mean of known scores is a ratio of two sums, and has its slope
+    away = (scores - scores.nanmean(0)).nan_to_num() / n @ weights                  # (N,)
+    groups = away.view(-1, count)
+    baseline = (groups.sum(1, keepdim=True) - groups) / max(1, count - 1)
+    return value, (groups - baseline).flatten()
+
+
+def thinned(signal, seed):
+    """signal (N,) with most of its small numbers set to 0, and the rest of these made larger, so
+    that on average nothing changes: a reward hardly tells most completions apart, and a backward
+    pass for each would take most of an account's time. The largest tenth stays as it is."""
+    size = signal.abs()
+    likely = (size / size.quantile(1 - SURE)).clamp(max=1)      # (N,) to be drawn; NaN: 0 / 0
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(len(size), dtype=size.dtype, generator=generator) < likely
+    return torch.where(drawn, signal / likely, 0.0)
+
+
 class HeldOut(NamedTuple):
     """The expected reward on held-out prompts."""
     name: str
@@ -124,32 +150,6 @@ class HeldOut(NamedTuple):
                     self.setup.policy, rollout[few], self.cfg.eval_temperature).sum(1)
                 total += gradient((logp * signal[few]).sum(), self.setup.trained)
         return total
-
-
-def centred(scores, weights, count):
-    """What each of N completions adds to the mean reward (N,), and the factor of its log-prob in
-    the slope (N,). scores (N, number of functions), NaN where one abstains: the mean is over known
-    scores. count: completions of a prompt, side by side."""
-    known = ~scores.isnan()
-    n = known.sum(0).clamp(min=1)
-    value = (scores.nan_to_num() / n) @ weights
-
-    # a mean of known scores is a ratio of two sums, and has its slope
-    away = (scores - scores.nanmean(0)).nan_to_num() / n @ weights                  # (N,)
-    groups = away.view(-1, count)
-    baseline = (groups.sum(1, keepdim=True) - groups) / max(1, count - 1)
-    return value, (groups - baseline).flatten()
-
-
-def thinned(signal, seed):
-    """signal (N,) with most of its small numbers set to 0, and the rest of these made larger, so
-    that on average nothing changes: a reward hardly tells most completions apart, and a backward
-    pass for each would take most of an account's time. The largest tenth stays as it is."""
-    size = signal.abs()
-    likely = (size / size.quantile(1 - SURE)).clamp(max=1)      # (N,) to be drawn; NaN: 0 / 0
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.rand(len(size), dtype=size.dtype, generator=generator) < likely
-    return torch.where(drawn, signal / likely, 0.0)
 
 
 # ------------------------------------------------------------------------------------------------

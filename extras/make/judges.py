@@ -31,48 +31,6 @@ def print_base(name, scores, toxic):
               "give it more comments of both kinds, or more judge_tokens")
 
 
-def train_judge(path, name, comments, held_out, cfg, device):
-    """Train a Scorer on comments for cfg.judge_tokens tokens, test it on held_out, save it."""
-    if not comments or len({label for _, label in held_out}) < 2:
-        raise BadInput(f"too few comments for {name}: {len(comments)} to train on and "
-                       f"{len(held_out)} to test on; the test needs both labels")
-    tokenizer = load_tokenizer(VOCAB_SIZE)
-    # cut a long comment to its beginning: the label may be about any piece of it
-    rows = [[tokenizer.eot_token] + ids[:SHAPE["block_size"] - 1]
-            for ids in ids_of(tokenizer, [text for text, _ in comments])]
-    labels = torch.tensor([label for _, label in comments], device=device)
-
-    tokens_per_batch = BATCH_SIZE * sum(map(len, rows)) / len(rows)
-    steps = max(1, round(cfg.judge_tokens / tokens_per_batch))
-    batches = []
-    while len(batches) < steps:
-        batches += length_batches(rows, BATCH_SIZE, SEED + len(batches))
-
-    torch.manual_seed(SEED)
-    model = Scorer(GPTConfig(vocab_size=VOCAB_SIZE, **SHAPE)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98),
-                                  weight_decay=0.01, fused=True)
-
-    dtype = pick_dtype(cfg.dtype, device)
-
-    def loss_at(step):
-        batch = batches[step]
-        idx, attention_mask = pad_right([rows[i] for i in batch])
-        with autocast(device, dtype):
-            scores = model(idx.to(device), attention_mask.to(device))
-        return F.binary_cross_entropy_with_logits(scores.float(), labels[batch])
-
-    # train it, and measure it on comments that neither judge has seen
-    fit(model, [optimizer], loss_at, steps, f"{path}.partial", name)
-    texts = encode(tokenizer, [text for text, _ in held_out], SHAPE["block_size"])
-    scores = highest_logits(model.eval(), texts, device)
-    toxic = torch.tensor([label > 0.5 for _, label in held_out])
-    area = auc(scores, toxic)
-    save_gpt(path, model, "judge", auc=area)
-    print(f"{name}: ROC AUC {area:.4f} on {len(held_out)} comments it never saw")
-    print_base(name, scores, toxic)
-
-
 def even_lengths(comments, seed):
     """Cut half of the clean comments to the length of some toxic comment. Toxic comments are short;
     otherwise the judge would learn that short means toxic, and the policy never to end."""
@@ -114,6 +72,48 @@ def auc(scores, toxic):
     below = torch.searchsorted(clean, scores_of_toxic)
     not_above = torch.searchsorted(clean, scores_of_toxic, right=True)
     return float((below + not_above).double().mean() / (2 * len(clean)))
+
+
+def train_judge(path, name, comments, held_out, cfg, device):
+    """Train a Scorer on comments for cfg.judge_tokens tokens, test it on held_out, save it."""
+    if not comments or len({label for _, label in held_out}) < 2:
+        raise BadInput(f"too few comments for {name}: {len(comments)} to train on and "
+                       f"{len(held_out)} to test on; the test needs both labels")
+    tokenizer = load_tokenizer(VOCAB_SIZE)
+    # cut a long comment to its beginning: the label may be about any piece of it
+    rows = [[tokenizer.eot_token] + ids[:SHAPE["block_size"] - 1]
+            for ids in ids_of(tokenizer, [text for text, _ in comments])]
+    labels = torch.tensor([label for _, label in comments], device=device)
+
+    tokens_per_batch = BATCH_SIZE * sum(map(len, rows)) / len(rows)
+    steps = max(1, round(cfg.judge_tokens / tokens_per_batch))
+    batches = []
+    while len(batches) < steps:
+        batches += length_batches(rows, BATCH_SIZE, SEED + len(batches))
+
+    torch.manual_seed(SEED)
+    model = Scorer(GPTConfig(vocab_size=VOCAB_SIZE, **SHAPE)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98),
+                                  weight_decay=0.01, fused=True)
+
+    dtype = pick_dtype(cfg.dtype, device)
+
+    def loss_at(step):
+        batch = batches[step]
+        idx, attention_mask = pad_right([rows[i] for i in batch])
+        with autocast(device, dtype):
+            scores = model(idx.to(device), attention_mask.to(device))
+        return F.binary_cross_entropy_with_logits(scores.float(), labels[batch])
+
+    # train it, and measure it on comments that neither judge has seen
+    fit(model, [optimizer], loss_at, steps, f"{path}.partial", name)
+    texts = encode(tokenizer, [text for text, _ in held_out], SHAPE["block_size"])
+    scores = highest_logits(model.eval(), texts, device)
+    toxic = torch.tensor([label > 0.5 for _, label in held_out])
+    area = auc(scores, toxic)
+    save_gpt(path, model, "judge", auc=area)
+    print(f"{name}: ROC AUC {area:.4f} on {len(held_out)} comments it never saw")
+    print_base(name, scores, toxic)
 
 
 def made_judge(cfg, role, device, may_train=True):

@@ -25,87 +25,8 @@ from run.metrics import batch_metrics, kl_grad_share, std
 from run.report import reward_of
 
 
-def start_of(argv, setup, cfg):
-    """The iteration to take apart: 0, or if argv names the folder of a run, the one after its
-    checkpoint. Load that checkpoint."""
-    folders = [arg for arg in argv if os.path.isdir(arg)]
-    if not folders:
-        return 0
-    return load_checkpoint(newest_checkpoint(folders[0]), setup, cfg)["iteration"]
-
-
-def debug_step(argv, setup, cfg):
-    """Take an iteration apart, phase by phase. argv: as for start_of."""
-    it = start_of(argv, setup, cfg)
-    grpo.set_learning_rate(setup.optimizer, it, cfg)
-    batch = grpo.collect_iteration(setup, it, cfg)
-    held_out = grpo.collect_held_out(setup, it, cfg)
-    count = itertools.count(1)
-
-    def phase(title):
-        print(f"\n--- {next(count)}. {title}")
-
-    phase(f"set-up of iteration {it + 1}")
-    print_setup(setup, cfg)
-    phase(f"evaluation before: {len(setup.eval_prompts)} prompts x {cfg.num_eval_generations}")
-    before = measured(setup, cfg, it)
-    print_measures(before)
-
-    # the rollouts, their rewards and advantages
-    striking = {"best": int(batch.rewards.nan_to_num(-math.inf).argmax()),
-                "worst": int(batch.rewards.nan_to_num(math.inf).argmin())}
-    print_batch(phase, striking, setup, cfg, batch)
-
-    # the update, and its effect
-    seed = seed_for(cfg.seed, "rows", it)
-    old = [p.detach().clone() for p in setup.trained]
-    norms = {}
-    scored = scored_step(setup, batch, held_out, cfg, seed) if cfg.tracin != "off" else None
-    m = kl_grad_share(setup, batch, grpo.optimizer_steps(batch, cfg, seed), cfg) | grpo.update(
-        setup, batch, held_out, cfg, seed, check=True, watch=watcher(setup, norms))
-    phase("loss")
-    print_loss(m, cfg)
-    if "tracin/selected_ratio" in m:    # influence has scored a step
-        phase(f"influence on {cfg.tracin}: what a small step on a row does for the target")
-        print_influence(m, setup, batch, scored)
-    phase("gradient norms before and after clipping")
-    print_norms(norms, cfg)
-    phase("moved: what the update changed")
-    print_moved(setup, cfg, batch, old, striking)
-    phase("evaluation after: the same prompts and random numbers")
-    after = measured(setup, cfg, it + 1)
-    print_measures(after, before)
-
-    phase("red flags")
-    m |= batch_metrics(batch, cfg) | {"iteration": it + 1}
-    for flag in flags_of(m, before, after, batch, setup, cfg) or ["none"]:
-        print("  " + flag)
-
-
 # ------------------------------------------------------------------------------------------------
 # before the step
-
-
-def print_batch(phase, striking, setup, cfg, batch):
-    """Print the phases of the rollout. striking: {why: row}, the rows to show in full."""
-    phase(f"rollout: {cfg.num_prompts} prompts x {cfg.num_generations}; the log-probs of the best "
-          "and of the worst completion, token by token")
-    print("  sampler and trainer have the same weights, so their log-probs agree; gradient: the "
-          "loss's by the\n  trainer's log-prob, below 0 where a step makes the token likelier")
-    for what, row in striking.items():
-        logp, gradient = trainer_of(row, setup, batch, cfg)                         # (T,)
-        print_completion(what, row, setup, batch)
-        print_tokens(row, setup, batch, {
-            "sampler": batch.rollout.logp[row], "trainer": logp,
-            "reference": None if batch.ref_logp is None else batch.ref_logp[row],
-            "gradient": gradient})
-    phase("rewards, by function")
-    print_scores(batch, cfg)
-    phase("advantages")
-    if cfg.critic:
-        print_values(striking, batch)
-    else:
-        print_advantages(batch, cfg)
 
 
 def print_setup(setup, cfg):
@@ -149,6 +70,11 @@ def trainer_of(row, setup, batch, cfg):
     return loss.logp[0].detach(), gradient[0]
 
 
+def sum_of(logp, row, batch):
+    """Sum of a row's log-probs over the tokens that the policy chose, as text."""
+    return f"{float(logp[row][batch.rollout.sampled_mask[row]].sum()):.3f}"
+
+
 def print_completion(what, row, setup, batch):
     """Print a row's text and numbers."""
     of_reference = ""
@@ -173,11 +99,6 @@ def print_tokens(row, setup, batch, columns):
             numbers = "".join(f"{x[t]:11.4g}" for x in columns.values())
         loss = "yes" if batch.loss_mask[row, t] else "no"
         print(f"    {setup.tokenizer.decode([token])!r:20}{loss:>4}{numbers}")
-
-
-def sum_of(logp, row, batch):
-    """Sum of a row's log-probs over the tokens that the policy chose, as text."""
-    return f"{float(logp[row][batch.rollout.sampled_mask[row]].sum()):.3f}"
 
 
 def print_scores(batch, cfg):
@@ -219,6 +140,28 @@ def print_values(striking, batch):
         for name, x in (("values", batch.rollout.values), ("returns", batch.returns),
                         ("advantages", batch.advantages)):
             print(f"    {name:10} {digits(x[row][sampled])}")
+
+
+def print_batch(phase, striking, setup, cfg, batch):
+    """Print the phases of the rollout. striking: {why: row}, the rows to show in full."""
+    phase(f"rollout: {cfg.num_prompts} prompts x {cfg.num_generations}; the log-probs of the best "
+          "and of the worst completion, token by token")
+    print("  sampler and trainer have the same weights, so their log-probs agree; gradient: the "
+          "loss's by the\n  trainer's log-prob, below 0 where a step makes the token likelier")
+    for what, row in striking.items():
+        logp, gradient = trainer_of(row, setup, batch, cfg)                         # (T,)
+        print_completion(what, row, setup, batch)
+        print_tokens(row, setup, batch, {
+            "sampler": batch.rollout.logp[row], "trainer": logp,
+            "reference": None if batch.ref_logp is None else batch.ref_logp[row],
+            "gradient": gradient})
+    phase("rewards, by function")
+    print_scores(batch, cfg)
+    phase("advantages")
+    if cfg.critic:
+        print_values(striking, batch)
+    else:
+        print_advantages(batch, cfg)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -337,3 +280,64 @@ def flags_of(m, before, after, batch, setup, cfg):
     flags = [*problems(m, cfg, setup.dtype, groups=groups),
              *problems_of_evaluation(before, after, noise)]
     return [text for _, text in flags]
+
+
+# ------------------------------------------------------------------------------------------------
+# all phases
+
+
+def start_of(argv, setup, cfg):
+    """The iteration to take apart: 0, or if argv names the folder of a run, the one after its
+    checkpoint. Load that checkpoint."""
+    folders = [arg for arg in argv if os.path.isdir(arg)]
+    if not folders:
+        return 0
+    return load_checkpoint(newest_checkpoint(folders[0]), setup, cfg)["iteration"]
+
+
+def debug_step(argv, setup, cfg):
+    """Take an iteration apart, phase by phase. argv: as for start_of."""
+    it = start_of(argv, setup, cfg)
+    grpo.set_learning_rate(setup.optimizer, it, cfg)
+    batch = grpo.collect_iteration(setup, it, cfg)
+    held_out = grpo.collect_held_out(setup, it, cfg)
+    count = itertools.count(1)
+
+    def phase(title):
+        print(f"\n--- {next(count)}. {title}")
+
+    phase(f"set-up of iteration {it + 1}")
+    print_setup(setup, cfg)
+    phase(f"evaluation before: {len(setup.eval_prompts)} prompts x {cfg.num_eval_generations}")
+    before = measured(setup, cfg, it)
+    print_measures(before)
+
+    # the rollouts, their rewards and advantages
+    striking = {"best": int(batch.rewards.nan_to_num(-math.inf).argmax()),
+                "worst": int(batch.rewards.nan_to_num(math.inf).argmin())}
+    print_batch(phase, striking, setup, cfg, batch)
+
+    # the update, and its effect
+    seed = seed_for(cfg.seed, "rows", it)
+    old = [p.detach().clone() for p in setup.trained]
+    norms = {}
+    scored = scored_step(setup, batch, held_out, cfg, seed) if cfg.tracin != "off" else None
+    m = kl_grad_share(setup, batch, grpo.optimizer_steps(batch, cfg, seed), cfg) | grpo.update(
+        setup, batch, held_out, cfg, seed, check=True, watch=watcher(setup, norms))
+    phase("loss")
+    print_loss(m, cfg)
+    if "tracin/selected_ratio" in m:    # influence has scored a step
+        phase(f"influence on {cfg.tracin}: what a small step on a row does for the target")
+        print_influence(m, setup, batch, scored)
+    phase("gradient norms before and after clipping")
+    print_norms(norms, cfg)
+    phase("moved: what the update changed")
+    print_moved(setup, cfg, batch, old, striking)
+    phase("evaluation after: the same prompts and random numbers")
+    after = measured(setup, cfg, it + 1)
+    print_measures(after, before)
+
+    phase("red flags")
+    m |= batch_metrics(batch, cfg) | {"iteration": it + 1}
+    for flag in flags_of(m, before, after, batch, setup, cfg) or ["none"]:
+        print("  " + flag)

@@ -166,6 +166,11 @@ def compare(logs, controls, tested):
 # the table
 
 
+def point_of(row, measure):
+    """(sqrt(KL), log measure) of an evaluation."""
+    return math.sqrt(max(row["kl"], 0)), math.log(max(row[measure], SMALLEST))
+
+
 def summarise(study, runs):
     """Collect the results of the seeds that are complete in all arms. For each arm there are lists
     by seed: points, (sqrt(KL), log measure) of the evaluations after the first; ends, the last
@@ -186,9 +191,16 @@ def summarise(study, runs):
     return dict(seeds=seeds, x=x, points=points, ends=ends, compared=compared)
 
 
-def point_of(row, measure):
-    """(sqrt(KL), log measure) of an evaluation."""
-    return math.sqrt(max(row["kl"], 0)), math.log(max(row[measure], SMALLEST))
+def plus_minus(values):
+    mean, error = mean_and_error(values)
+    return f"{mean:.4g} ± {error:.2g}"
+
+
+def percent(comparison):
+    if comparison is None:
+        return "-"
+    mean, error, p = comparison
+    return f"{100 * math.expm1(mean):+z.0f} % ± {100 * error:.0f}, p {p:.2g}"
 
 
 def as_markdown(study, summary):
@@ -210,18 +222,6 @@ def as_markdown(study, summary):
         "seed. Below 0 % is better. p: two-sided sign flips, after Holm over this table.", "",
         *("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
           for cells in table), ""])
-
-
-def plus_minus(values):
-    mean, error = mean_and_error(values)
-    return f"{mean:.4g} ± {error:.2g}"
-
-
-def percent(comparison):
-    if comparison is None:
-        return "-"
-    mean, error, p = comparison
-    return f"{100 * math.expm1(mean):+z.0f} % ± {100 * error:.0f}, p {p:.2g}"
 
 
 def main(argv):
