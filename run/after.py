@@ -86,9 +86,7 @@ def mask_of(keep, batch, cfg):
 
 
 def with_replayed(batch, replay):
-    """A Batch, followed by the rollouts that `after` has kept: a Batch, or None."""
-    if replay is None:
-        return batch
+    """A Batch, followed by one of rollouts that `after` has kept for one more iteration."""
     replay = replace(replay, age=replay.age + 1)
     joined = Batch.joined([batch, replay])
     return replace(joined, rounds=batch.rounds, replaced=batch.replaced)
