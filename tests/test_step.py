@@ -153,6 +153,19 @@ def test_a_micro_batch_waits_for_a_gpu_once(monkeypatch):
         assert waits.found == expected * ["tolist"], "for the size of each, and for its line"
 
 
+def test_an_infinite_log_prob_of_the_sampler_ends_the_run():
+    """The loss is NaN then, though the better completion's ratio is clipped."""
+    cfg = settings()
+    setup, batch = world(cfg)
+    row = int(batch.advantages.argmax())
+    batch.rollout.logp = batch.rollout.logp.clone()
+    batch.rollout.logp[row, 0] = -INF
+    assert batch.loss_mask[row, 0] and batch.advantages[row] > 0
+    before = [p.clone() for p in setup.trained]
+    assert "log-prob" in refusal(update, setup, batch, None, cfg, seed=1)
+    assert all(map(torch.equal, setup.trained, before)), "a step was taken"
+
+
 # ------------------------------------------------------------------------------------------------
 # which tokens
 
