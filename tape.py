@@ -126,6 +126,19 @@ def products(b, a, target):
     return x.sum(1, dtype=wide(x.dtype))
 
 
+def entries_by_row(all_owners, everyone):
+    """{owners: [the entries of row 0, of row 1, ..]} for each tensor owners (m,) in a list.
+    everyone: all rows. A GPU is waited for once, however many there are."""
+    if not all_owners:
+        return {}
+    # sorted by row, a row's entries are a slice
+    ordered = [owners.sort(stable=True) for owners in all_owners]
+    starts = torch.stack([torch.searchsorted(x.values, everyone) for x in ordered])
+    ends = torch.stack([torch.searchsorted(x.values, everyone, right=True) for x in ordered])
+    counts = (ends - starts).tolist()
+    return {owners: x.indices.split(n) for owners, x, n in zip(all_owners, ordered, counts)}
+
+
 # ------------------------------------------------------------------------------------------------
 # the kinds of layers. From the layer's input x and the gradient b of its output, each returns its
 # weight's part: the pair (b, a) of a Record, or the gradient for each row (k, numel)
@@ -557,17 +570,21 @@ class Tape:
                                       "changed in place after the backward: give the layer a copy")
             yield owners, b, a
 
-    def weighted(self, weights):
-        """(parameter, its part of sum_i weights_i g_i), one after the other, over the rows of this
-        process. Rows of weight 0 cost little, and may hold NaN."""
-        # the rows and entries that have a weight. Layers share the tensors of owners
+    def all_owners(self):
+        """The tensors that say whose the records' entries are. Layers share them."""
+        return list(dict.fromkeys(
+            record.owners for records in self.records.values() for record in records))
+
+    def gradient(self, weights):
+        """sum_i weights_i g_i, for weights (num_rows,). Rows of weight 0 cost nothing, and may hold
+        NaN."""
+        # the rows and entries that have a weight
         weights = weights.to(self.device)
         rows = weights.nonzero()[:, 0]
-        all_owners = {record.owners for records in self.records.values() for record in records}
-        of_entries = {owners: weights[owners, None] for owners in all_owners}       # (m, 1)
+        of_entries = {owners: weights[owners, None] for owners in self.all_owners()}    # (m, 1)
         chosen = {owners: w.nonzero()[:, 0] for owners, w in of_entries.items()}
-        for p in self.names:
-            total = torch.zeros_like(p)
+        gradient = self.zeros()
+        for p, total in gradient.items():
             for owners, b, a in self.read(p):
                 here = chosen[owners]
                 w = of_entries[owners]
@@ -578,11 +595,6 @@ class Tape:
             if p in self.by_row:
                 g = self.by_row[p][rows]
                 add_outer(total.view(-1, 1), g, weights[rows, None].to(g.dtype))
-            yield p, total
-
-    def gradient(self, weights):
-        """sum_i weights_i g_i, for weights (num_rows,)."""
-        gradient = dict(self.weighted(weights))
         self.all_reduce([*gradient.values()])
         return gradient
 
@@ -598,15 +610,42 @@ class Tape:
         self.all_reduce([scores])
         return scores
 
+    def gradients_of_rows(self, p, rows, numbers, entries):
+        """One parameter's part of g_i for some rows (k,), whose numbers are also given as a list:
+        (k, *p.shape). entries: from entries_by_row."""
+        if p in self.by_row:
+            g = self.by_row[p][rows].view(-1, *p.shape)
+        else:
+            g = torch.zeros(len(rows), *p.shape, dtype=p.dtype, device=p.device)
+        # and outer products, of each row's own tokens
+        records = self.records[p]
+        for total, number in zip(g, numbers if records else []):
+            for owners, b, a, _ in records:
+                here = entries[owners][number]
+                if len(here) > 0:       # a row is in one micro-batch, so most records lack it
+                    add_outer(total, b[here], a[here])
+        return g
+
+    AT_ONCE = 2 ** 22   # numbers of g_i that squared_norms forms at once
+
     def squared_norms(self, rows, scale=None):
-        """sum of scale * g_i^2 (k,) of some rows, in float64. A pass over the records for each."""
+        """sum of scale * g_i^2 (k,) of some rows, in float64."""
+        rows = rows.to(self.device)
+        numbers = rows.tolist()
         scale = scale or {}
         everyone = torch.arange(self.num_rows, device=self.device)
+        entries = entries_by_row(self.all_owners(), everyone)
         norms = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
-        for i, row in enumerate(rows.tolist()):
-            for p, g in self.weighted(everyone == row):
+        for p in self.names:
+            if not self.records[p] and p not in self.by_row:    # p was not used
+                continue
+            # several rows in a call: on a GPU a call costs more than what it does to a small matrix
+            k = max(1, self.AT_ONCE // p.numel())
+            for start in range(0, len(rows), k):
+                piece = slice(start, start + k)
+                g = self.gradients_of_rows(p, rows[piece], numbers[piece], entries)
                 scaled = g * scale[p] if p in scale else g
-                norms[i] += (g * scaled).sum()
+                norms[piece] += (g * scaled).flatten(1).sum(1)
         self.all_reduce([norms])
         return norms
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from common.device import autocast
@@ -249,7 +250,7 @@ agree = functools.partial(assert_close, tolerance=1e-10)
 # what it answers
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_tape_is_one_backward_per_row(name):
+def test_a_tape_is_one_backward_per_row(name, monkeypatch):
     """Whatever the order of the rows, of which each micro-batch has some."""
     case = CASES[name]()
     J = rows_of(case)
@@ -266,6 +267,9 @@ def test_a_tape_is_one_backward_per_row(name):
     scale = {p: g.square() for p, g in G.items()}
     scaled = J[rows].square() @ flat(scale)
     agree(tape.squared_norms(rows, scale), scaled, "the same, scaled by weight")
+    monkeypatch.setattr(Tape, "AT_ONCE", 100)
+    everyone = torch.arange(8)
+    agree(tape.squared_norms(everyone), J.square().sum(1), "squared norms, a few rows at a time")
 
     assert all(p.grad is None for p in case.model.parameters()), "recording leaves nothing behind"
     assert all(torch.equal(x, before[name]) for name, x in case.model.state_dict().items())
@@ -309,6 +313,38 @@ def test_bfloat16_rounds_no_weight_and_halves_the_largest_record():
     share = inner(rough.gradient(1.0038 * ALL), whole) / inner(whole, whole)
     # the nearest number of bfloat16 is 1. What is rounded is each product, up or down by 0.0039
     assert float(share) == pytest.approx(1.0038, abs=2.5e-3), "bfloat16 has made 1 of 1.0038"
+
+
+class Count(TorchDispatchMode):
+    """How many operations of torch a block calls: what a GPU takes its time for."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.calls += 1
+        return op(*args, **(kwargs or {}))
+
+
+def test_the_calls_for_a_row_do_not_grow_with_the_micro_batches():
+    """A row is in one of them: nothing is to be called for the others, nor for each vector."""
+    model = nn.Sequential(*[nn.LayerNorm(5) for _ in range(20)], nn.Linear(5, 5)).double()
+    x = noise(64, 3, 5)
+
+    def calls(size):
+        with Tape(model, 64) as tape:
+            for rows in torch.arange(64).split(size):
+                tape.rows(rows)
+                model(x[rows]).sin().sum().backward()
+        with Count() as count:
+            tape.squared_norms(torch.arange(64))
+        return count.calls
+
+    few, many = calls(32), calls(4)
+    # left: entries_by_row looks each micro-batch through
+    assert many < few + 20 * 16, f"{many} calls for 16 micro-batches, {few} for 2"
+    assert few < 64 * 10 + 42 * 20, f"{few} calls for 64 rows of a matrix and 41 vectors"
 
 
 # ------------------------------------------------------------------------------------------------
