@@ -331,7 +331,8 @@ MISTAKES = [
         ("truncated completions should carry loss",
          "return rollout.sampled_mask & rollout.ended[:, None]", "return rollout.sampled_mask")),
     *of("run/metrics.py", "test_metrics.py::test_the_kls_share_of_the_gradient",
-        ("the KL's gradient beside itself", '("kl", "policy")', '("kl", "kl")')),
+        ("the KL's gradient beside itself", "(loss.policy, policy, True)",
+         "(loss.kl, policy, True)")),
 
     # test_evaluation.py
     *of("run/settings.py",

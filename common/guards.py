@@ -74,15 +74,17 @@ def check_influence(error, dtype):
 
 
 def check_step(setup, batch, loss, grad_norm):
-    """Before each step: are loss and gradient finite, and only the policy's tokens under the
-    loss?"""
-    strays = int((batch.loss_mask & ~batch.rollout.sampled_mask).sum())
+    """Before each step: are loss and gradient finite, and the sampler's log-probs, which the clip
+    may hide, and are only the policy's tokens under the loss?"""
+    # in one transfer, since each waits for a GPU
+    strays = (batch.loss_mask & ~batch.rollout.sampled_mask).sum()
+    strays, infinite = torch.stack([strays, (~batch.rollout.logp.isfinite()).sum()]).tolist()
     if strays:
         raise SystemExit(
             f"stopped: {strays} tokens under the loss are the environment's, which the policy "
             "did not choose; this step was not taken. A loss mask must stay within "
             "rollout.sampled_mask")
-    if not math.isfinite(loss + grad_norm):
+    if infinite or not math.isfinite(loss + grad_norm):
         raise SystemExit(
             f"stopped: loss {loss}, grad_norm {grad_norm}; this step was not taken and the last "
             f"checkpoint is good. {not_finite(setup, batch)}")

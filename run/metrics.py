@@ -14,11 +14,11 @@ from collections import Counter
 import torch
 
 from common.doors import select_arguments
-from common.processes import all_gather, shard
+from common.processes import all_gather, all_reduce, shard
 from common.variants import variant
-from loss import objective_of
+from loss import losses, objective_of
 from tape import cosine, inner
-from tracin import gradient_of, target_coefficients
+from tracin import target_coefficients
 
 PER_STEP = math.inf     # in place of a count: divide the sum by the number of steps
 
@@ -365,7 +365,7 @@ def kl_grad_share(setup, batch, steps, cfg):
 
     Metrics:
         kl_grad_share: norm of the gradient of beta times the KL beside the norm of the policy's
-            part. It takes two forward and backward passes, so only iterations with an evaluation
+            part. It takes a forward and two backward passes, so only iterations with an evaluation
             have it
     """
     if not cfg.kl_in_loss:
@@ -373,5 +373,14 @@ def kl_grad_share(setup, batch, steps, cfg):
     step = next(steps, None)
     if step is None:        # there is nothing to learn from
         return {"kl_grad_share": math.nan}
-    kl, policy = (gradient_of(setup, cfg, batch, step, part) for part in ("kl", "policy"))
+
+    # both gradients from one forward
+    kl, policy = ({p: torch.zeros_like(p) for p in setup.trained} for _ in range(2))
+    for loss, _ in losses(setup, setup.policy, batch, step, cfg):
+        for part, gradient, is_last in ((loss.kl, kl, False), (loss.policy, policy, True)):
+            slopes = torch.autograd.grad(
+                part, setup.trained, retain_graph=not is_last, materialize_grads=True)
+            for total, slope in zip(gradient.values(), slopes):
+                total += slope
+    all_reduce([*kl.values(), *policy.values()])
     return {"kl_grad_share": float((inner(kl, kl) / inner(policy, policy)).sqrt())}
