@@ -680,6 +680,10 @@ MISTAKES = [
         ("a number without a meaning",
          "        forced: share of the completions' tokens that come from an environment\n", ""),
         ("a meaning without a number", '    metrics |= critic_metrics(batch, cfg)\n', "")),
+    # test_doors.py
+    *of("run/saver.py", "test_doors.py::test_choose_is_told_a_failed_iteration_once",
+        ("a failed iteration's rewards are told twice", "        self.setup.seen = self.seen\n",
+         "")),
     # test_after.py
     *of("run/checkpoint.py", "test_after.py::test_a_run_with_after_goes_on_with_the_same_bits",
         ("after: its changes end with the process", "    change_again(cfg, content)\n", ""),
@@ -845,6 +849,14 @@ MISTAKES = [
          'lines = f.read().split(b"\\n")')),
 
     # test_precision.py
+    *of("run/policy.py", "test_precision.py::"
+        "test_frozen_weights_that_are_bfloat16_numbers_take_half_the_memory",
+        ("the policy learns in bfloat16", "        to_float(policy) ", "        pass "),
+        ("adapters beside a second copy of the weights", "copy.deepcopy(base, shared)",
+         "copy.deepcopy(base)")),
+    *of("run/setup.py", "test_precision.py::"
+        "test_frozen_weights_that_are_bfloat16_numbers_take_half_the_memory",
+        ("frozen weights take twice the memory", "        to_half(base)\n", "        pass\n")),
     *of("fast.py", "test_precision.py::test_half_the_memory_changes_no_bit",
         ("frozen weights are rounded", "type(layer) is nn.Linear and is_half(layer)",
          "type(layer) is nn.Linear")),

@@ -278,6 +278,32 @@ def test_a_run_with_all_of_them_goes_on_with_the_same_bits(run_own, tmp_path):
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+COUNTS = PLAIN + """
+def choose(rewards, n):
+    return [sum(map(len, rewards)) % len(rewards)] * n
+"""
+
+
+def test_choose_is_told_a_failed_iteration_once(run_own, tmp_path, monkeypatch):
+    """The second iteration fails after its rewards are known and before its step."""
+    flags = ("--max_prompts=11", "--max_iters=3")
+    run_own("whole", *flags, config=COUNTS)
+    update = grpo.update
+    left = iter(range(1))
+
+    def fails(*args, **more):
+        if next(left, None) is None:
+            raise ChildProcessError
+        return update(*args, **more)
+
+    with monkeypatch.context() as patch, pytest.raises(ChildProcessError):
+        patch.setattr(grpo, "update", fails)
+        run_own("parts", *flags, config=COUNTS)
+    run_own("parts", *flags, config=COUNTS)
+    assert untimed_metrics(tmp_path / "parts") == untimed_metrics(tmp_path / "whole"), (
+        "the rewards of the iteration that failed were counted, and counted again")
+
+
 def test_choose_is_not_told_the_rewards_of_other_prompts(run_own):
     """Where a run goes on with another pool: what was prompt 3 is another one now."""
     tells = OWN.replace("spread = ", "print('told of', sum(map(len, rewards)))\n    spread = ")

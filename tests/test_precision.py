@@ -1,11 +1,15 @@
 """run/precision.py: bfloat16 that does not hold is turned off. What is called float32 is."""
 import copy
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
 
+import grpo
 import run.evaluation
+from common.seeds import hash_of
+from data.weights import merged_weights, save_gpt
 from fast import to_half
 from graph import HalfWeights
 from grpo import collect, update
@@ -59,6 +63,32 @@ def bytes_of(*models):
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
                 for model in models for p in model.parameters()}
     return sum(storages.values())
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_frozen_weights_that_are_bfloat16_numbers_take_half_the_memory(comments, tmp_path, rank):
+    """As those of published models. What is trained stays float32, and nothing else changes."""
+    if rank:
+        skip_without("lora")
+    base = word_gpt()
+    with torch.no_grad():
+        for p in base.h.parameters():
+            p.copy_(p.bfloat16())
+    linears = sum(p.numel() for layer in base.h.modules() if isinstance(layer, torch.nn.Linear)
+                  for p in layer.parameters())
+    save_gpt(f"{tmp_path}/base.pt", base)
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        cfg = replace(words(lora_rank=rank, beta=0.1), dtype=dtype, policy=f"{tmp_path}/base.pt",
+                      comments=str(comments))
+        setup = grpo.prepare(cfg, grpo.read_inputs(cfg))
+        assert all(p.dtype == torch.float32 for p in setup.trained), "it would learn in bfloat16"
+        found.append((bytes_of(setup.policy, setup.base, setup.reference), hash_of(setup.base),
+                      merged_weights(setup.policy)))
+    (whole, name, weights), (less, half_name, half_weights) = found
+    assert whole - less == 2 * linears, "the frozen copy, once, in two bytes a number"
+    assert name == half_name, "a run could not go on where the weights are stored in the other way"
+    assert all(torch.equal(x, half_weights[key]) for key, x in weights.items())
 
 
 def test_half_the_memory_changes_no_bit():
