@@ -411,6 +411,21 @@ MISTAKES = [
          "        self.handles")),
 
     # test_influence.py
+    *of("common/doors.py", "test_influence.py::test_what_weigh_does_to_its_batch_stays_there",
+        ("weigh takes columns away from a prompt",
+         "[copy.deepcopy(prompt) for prompt in batch.prompts]", "batch.prompts")),
+    *of("run/settings.py", "test_influence.py::"
+        "test_the_reference_scores_held_out_rollouts_for_who_looks_at_it",
+        ("held-out rewards without their KL", "if self.kl_in_loss and not {", "if not {"),
+        ("a function gets no reference of held-out rollouts",
+         ' and not {"target", "advantage"} & set(self.functions):', ":")),
+    *of("extras/variants/tracin_target_ema.py",
+        "test_influence.py::test_the_target_is_averaged_over_steps",
+        ("an average of targets never starts again", "< -0.3:", "< -2:")),
+    *of("tracin.py",
+        "test_influence.py::test_the_first_step_is_checked_against_ordinary_backwards",
+        ("swapped scores pass the check", "weights = torch.linspace(1, 2, len(scores.raw), device",
+         "weights = torch.ones(len(scores.raw), device")),
     *of("extras/variants/tracin_val_select.py",
         "test_targets.py::test_which_held_out_rollouts_are_the_target",
         ("balanced is the best", '"balanced": size // 2', '"balanced": 0')),
@@ -680,7 +695,15 @@ MISTAKES = [
         ("a number without a meaning",
          "        forced: share of the completions' tokens that come from an environment\n", ""),
         ("a meaning without a number", '    metrics |= critic_metrics(batch, cfg)\n', "")),
+    *of("run/after.py", "test_after.py::test_memory_is_what_a_checkpoint_gives_back",
+        ("memory is another one after a stop", "json.loads(json.dumps(setup.memory))",
+         "setup.memory")),
     # test_doors.py
+    *of("common/doors.py", "test_doors.py::test_an_advantage_that_works_in_place_changes_no_log",
+        ("an advantage sorts the run's texts", "completions=list(batch.completions), scores",
+         "completions=batch.completions, scores"),
+        ("an advantage changes the run's scores", "scores=batch.scores.clone()",
+         "scores=batch.scores")),
     *of("run/saver.py", "test_doors.py::test_choose_is_told_a_failed_iteration_once",
         ("a failed iteration's rewards are told twice", "        self.setup.seen = self.seen\n",
          "")),
@@ -909,6 +932,21 @@ MISTAKES = [
     *of("fast.py", "test_graph.py::test_log_probs_that_keep_probabilities_are_those_of_torch",
         ("log-probs from rounded probabilities", "logits.gather(1, targets) - total\n\n    "
          "@staticmethod\n    @once", "probs.gather(1, targets).log()\n\n    @staticmethod\n    @once")),
+
+    # test_account.py
+    *of("extras/explain/account.py",
+        "test_account.py::test_weights_on_the_way_lie_in_files_where_memory_is_short",
+        ("an account fills the memory", "if 20 * x.nbytes < free_memory():", "if True:"),
+        ("weights on the way come back as 0", "x.numpy().tofile(file)",
+         "file.truncate(x.nbytes)")),
+    *of("extras/explain/account.py",
+        "test_account.py::test_a_layer_that_is_never_used_changes_nothing",
+        ("an unused layer has no account",
+         "moved = {1 + counts.get(p, 0) for p in setup.trained if p.grad is not None}",
+         "moved = {1 + counts.get(p, 0) for p in setup.trained}")),
+    # test_tape.py
+    *of("tape.py", "test_tape.py::test_a_layer_that_it_cannot_handle_is_named",
+        ("max_norm is taken for a row's own", "getattr(module, \"max_norm\", None) or", "")),
 
     # test_debug_step.py
     *of("extras/step/influence.py", "test_debug_step.py::"

@@ -276,3 +276,9 @@ def test_an_account_refuses_a_loop_that_changes(run_own, tmp_path):
     from extras.explain.__main__ import main
     run_own("run", "--max_iters=1")
     assert_refused("after", main, [str(tmp_path / "run"), str(tmp_path / "own.py")])
+
+
+def test_memory_is_what_a_checkpoint_gives_back():
+    """A tuple is a list at once, not only after a stop."""
+    setup, _, _ = after_once(lambda memory: memory.update(pair=(1, 2)))
+    assert setup.memory == {"pair": [1, 2]}

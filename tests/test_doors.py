@@ -448,8 +448,11 @@ def test_an_advantage_that_works_in_place_changes_no_log():
     def advantage(batch, cfg):
         r = batch.rewards.view(-1, cfg.num_generations)
         r -= r.mean(1, keepdim=True)
+        batch.scores.zero_()
+        batch.completions.sort()
         return r.flatten()
 
-    cfg = with_function("advantage", advantage)
-    _, batch = word_world(cfg)
-    assert batch.rewards.tolist() == letters(None, batch.completions), "the rewards are others now"
+    plain, batch = (word_world(cfg)[1] for cfg in (words(), with_function("advantage", advantage)))
+    assert batch.completions == plain.completions, "a completion is under another one's prompt"
+    assert torch.equal(batch.rewards, plain.rewards), "the rewards are others now"
+    assert torch.equal(batch.scores, plain.scores), "the scores are others now"

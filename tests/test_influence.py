@@ -2,6 +2,7 @@
 Influence inside GRPO: targets, selection, the step. By brute force: one autograd backward per row.
 The tape itself: test_tape.py.
 """
+import copy
 import functools
 import math
 from dataclasses import replace
@@ -265,6 +266,16 @@ def test_a_reward_of_their_own_scores_held_out_rollouts_only():
     assert torch.equal(batch.rewards, world_of(cfg_of())[1].rewards)
 
 
+@pytest.mark.parametrize("knobs, function", [
+    (dict(kl_in="reward"), "reward"), ({}, "advantage"), ({}, "target")])
+def test_the_reference_scores_held_out_rollouts_for_who_looks_at_it(knobs, function):
+    """A KL in the loss is no part of a target; one in the reward is, and functions may read it."""
+    cfg = cfg_of(tracin="reward", tracin_val_prompts=2, beta=.1, **knobs)
+    setup = setup_for(cfg)
+    cfg.functions.setdefault(function, lambda batch: batch.rewards.clone())
+    assert grpo.collect_held_out(setup, 0, cfg).batch.ref_logp is not None
+
+
 def test_the_target_is_averaged_over_steps():
     cfg = cfg_of(tracin="reward", tracin_target_ema=.8)
     setup, batch = world_of(cfg, lr=0.0)
@@ -277,6 +288,14 @@ def test_the_target_is_averaged_over_steps():
     expected = (.8 * .2 * a + .2 * b) / (1 - .8 ** 2)
     assert m["tracin/target_age"] == 2
     agree(batches[1].influence, g @ expected, "influences on the average")
+
+    # it starts again where the target points elsewhere
+    average = cfg.door("average")(cfg_of(tracin_target_ema=.5))
+    for g, expected, share in (([1.0, 0], [1, 0], 1), ([0.0, 1], [1 / 3, 2 / 3], 2 / 3),
+                               ([-9.0, -9], [-9, -9], 1)):
+        found, of_newest = average.update({0: torch.tensor(g)})
+        assert found[0].tolist() == pytest.approx(expected)
+        assert of_newest == pytest.approx(share)
 
 
 def test_influence_in_steps_of_adamw():
@@ -338,8 +357,37 @@ def test_controls_keep_as_many_as_positive_does():
     assert (drawn.sum(1) == 3).all() and (drawn.sum(0) > 10).all(), "it has favourites"
 
 
+def test_what_weigh_does_to_its_batch_stays_there():
+    """Also to a row of a prompt's columns, which the completions of a prompt share."""
+    seen = []
+
+    def careless(influence, batch):
+        seen.extend(len(prompt.row.pop("tests")) for prompt in batch.prompts)
+        batch.completions.reverse()
+        batch.rewards.zero_()
+        batch.scores.zero_()
+        return torch.ones_like(influence)
+
+    cfg = cfg_of({"weigh": careless}, "weigh", "self")
+    prompts = [prompt._replace(row={"tests": [1, 2]}) for prompt in PROMPTS]
+    setup, batch = world_of(cfg, prompts=prompts)
+    before = copy.deepcopy((batch.prompts, batch.completions, batch.rewards, batch.scores))
+    steps_of(setup, batch, cfg)
+    assert seen == [2] * ROWS, "a row has what is left of another one's column"
+    after = batch.prompts, batch.completions, batch.rewards, batch.scores
+    for x, y in zip(after, before):
+        assert torch.equal(x, y) if torch.is_tensor(x) else x == y
+
+
 # ------------------------------------------------------------------------------------------------
 # the check of the first step
+
+def swapped(scores):
+    """The best changes places with the least of those that help."""
+    pair = [int(scores.argmax()), int(scores.where(scores > 0, math.inf).argmin())]
+    scores[pair] = scores[pair[::-1]]
+    return scores
+
 
 def apart(scores):
     """The best is better, the worst worse; with weights from 1 to 2 the sum is as it was."""
@@ -355,6 +403,7 @@ def times(factor, gradient):
 
 # mistake: (owner, function, its result -> another result)
 MISTAKES = {
+    "another's score of the same sign": (tracin.Recording, "scores", swapped),
     "scores whose errors cancel": (tracin.Recording, "scores", apart),
     "less is learned": (tracin.Recording, "policy_gradient", lambda g: times(.99, g)),
     "what is learned is not a number": (

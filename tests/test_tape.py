@@ -366,6 +366,7 @@ def hooked_bias():
     hooked_bias,
     lambda: type("Sub", (nn.Linear,), {})(2 ** 14, 2 ** 13),
     lambda: nn.utils.spectral_norm(nn.Linear(3, 3)),
+    lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), lambda: nn.Embedding(4, 3, max_norm=1.0),
     hooked])
 def test_a_layer_that_it_cannot_handle_is_named(make):
     model = nn.ModuleDict({"inner": nn.Sequential(make(), nn.Linear(3, 3))})

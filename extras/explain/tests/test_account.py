@@ -1,5 +1,6 @@
 """`python tracin.py RUN --prompt --completion`: its shares add up to what happened and are those of
 brute force, its predictions are those of training again, and what it replays is the run."""
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from torch.nn.utils import vector_to_parameters
 import grpo
 import tracin
 from common.seeds import seed_for
+from extras.explain import account as accounts
 from extras.explain import target as targets
 from extras.explain.account import (
     account, backwards, flat, replay, smoothness, smoothness_by, train_again)
@@ -369,6 +371,39 @@ def test_smoothness_is_that_of_three_trainings(tmp_path):
     assert len(set(draws)) == 3
     assert smoothness(world[0]) == pytest.approx(sum(draws) / 3), "the mean of three draws"
     assert by_hand < 1
+
+
+def test_a_layer_that_is_never_used_changes_nothing(tmp_path):
+    """It has no gradient, so AdamW counts no steps for it."""
+    found = []
+    for unused in (False, True):
+        run, sentence = run_of({}, tmp_path, 2)
+        setup = run.setup
+        vector_to_parameters(run.states[0][0].clone(), setup.trained)
+        if unused:
+            setup.policy.unused = torch.nn.Linear(2, 2)
+            setup.trained.insert(0, setup.policy.unused.weight)
+        setup.policy.requires_grad_(True)
+        setup.optimizer = torch.optim.AdamW(setup.trained, lr=0.02, eps=1e-2, weight_decay=0.0)
+        run = replay(setup, run.cfg, 0, 1, 2, str(tmp_path))
+        _, told = account_of(run, sentence, damping=0.0)
+        found.append((told.shares, told.effects, told.rest["momentum"]))
+    for x, y in zip(*found):
+        assert (x - y).abs().max() < 1e-9
+
+
+def test_weights_on_the_way_lie_in_files_where_memory_is_short(tmp_path, monkeypatch):
+    _, in_memory = account_of(*run_of({}, tmp_path))
+    files = []
+    nameless = tempfile.TemporaryFile
+    monkeypatch.setattr(accounts, "free_memory", lambda: 0)
+    monkeypatch.setattr(
+        tempfile, "TemporaryFile", lambda dir: files.append(dir) or nameless(dir=dir))
+    _, in_files = account_of(*run_of({}, tmp_path))
+    assert files, "nothing lies in a file"
+    assert torch.equal(in_files.shares, in_memory.shares)
+    assert torch.equal(in_files.effects, in_memory.effects)
+    assert not list(tmp_path.iterdir()), "a file is left"
 
 
 @pytest.mark.parametrize("make, says", [
