@@ -444,6 +444,12 @@ MISTAKES = [
     *of("tracin.py", "test_influence.py::test_coefficients_of_targets",
         ("target of bad rewards", "value = (r - r.mean()) / ", "value = (r.mean() - r) / ")),
 
+    # test_compiled.py
+    *of("extras/compiled/__init__.py",
+        "test_compiled.py::test_a_backward_that_cannot_be_compiled_ends_no_run",
+        ("a backward is compiled when a run gets there",
+         "config.force_non_lazy_backward_lowering = True",
+         "config.force_non_lazy_backward_lowering = False")),
     # test_account.py
     *of("extras/explain/account.py",
         "test_account.py::test_shares_add_up_and_are_those_of_brute_force[plain]",
@@ -704,6 +710,8 @@ MISTAKES = [
          "completions=batch.completions, scores"),
         ("an advantage changes the run's scores", "scores=batch.scores.clone()",
          "scores=batch.scores")),
+    *of("docs/doors.md", "test_doors.py::test_best_of_n_imitates_the_best",
+        ("page: best of n that nobody scored", "    is_best &= ~rewards.isnan() ", "    ")),
     *of("run/saver.py", "test_doors.py::test_choose_is_told_a_failed_iteration_once",
         ("a failed iteration's rewards are told twice", "        self.setup.seen = self.seen\n",
          "")),

@@ -340,9 +340,13 @@ def test_max_prompts_is_the_size_of_the_pool(run_own, tmp_path):
 
 
 def test_best_of_n_imitates_the_best():
-    """The example of the page: its gradient is that of minus the mean log-prob of the best."""
+    """The example of the page: its gradient is that of minus the mean log-prob of the best. Where
+    nobody has scored a completion, or a group, it is not imitated."""
+    def reward(completions):
+        return [None if i < 4 or i % 4 == 0 else float(i) for i in range(len(completions))]
+
     (names,) = examples("best_of_n")
-    cfg = words(letters, loss_type="grpo")
+    cfg = words(reward, loss_type="grpo")
     setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS, lr=1.0)
     before = flat(setup.trained)
     batch = collect(setup, WORD_PROMPTS, cfg, 5)
@@ -350,7 +354,7 @@ def test_best_of_n_imitates_the_best():
     step = before - flat(setup.trained)
 
     other = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
-    best = batch.rewards.view(4, 4).argmax(1) + 4 * torch.arange(4)
+    best = torch.tensor([7, 11, 15])
     logp = grpo.completion_logprobs(other.policy, batch.rollout)[best]
     mask = batch.loss_mask[best]
     loss = -((logp * mask).sum(1) / mask.sum(1)).sum() / 16

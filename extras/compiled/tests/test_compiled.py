@@ -1,12 +1,14 @@
 """compile = True beside a plain run, and compilers that fail."""
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
-from extras.compiled import OrPlain, compiled
+from extras.compiled import OrPlain, compile_nets, compiled
 from graph import Decoder, read_one
 from rollout import generate
 from run.precision import check_precision
@@ -92,6 +94,25 @@ def test_compile_that_does_not_hold_is_turned_off_in_one_line(monkeypatch, chang
     out = printed(check_precision, setup, cfg)
     assert "compile" in out and out.count("\n") == 1, out
     assert is_plain(setup)
+
+
+@pytest.mark.skipif(not hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"),
+                    reason="an older torch compiles a backward when it gets there")
+def test_a_backward_that_cannot_be_compiled_ends_no_run(monkeypatch):
+    """As one of a new shape, long after the check of precision."""
+    def fails(graph, inputs):
+        raise RuntimeError("no backward")
+
+    def works(graph, inputs):
+        return graph.forward
+
+    backend = aot_autograd(fw_compiler=works, bw_compiler=fails, inference_compiler=works)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    net = nn.Linear(2, 3)
+    setup = SimpleNamespace(policy=net, reference=net, compiled={}, generate=generate)
+    compile_nets(setup)
+    setup.compiled[net](torch.ones(1, 2)).sum().backward()
+    assert not setup.compiled and net.weight.grad is not None
 
 
 FLAGS = ("--beta=0.1", "--max_iters=2", "--ref_model_sync_steps=1")
