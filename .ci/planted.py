@@ -444,6 +444,33 @@ MISTAKES = [
     *of("tracin.py", "test_influence.py::test_coefficients_of_targets",
         ("target of bad rewards", "value = (r - r.mean()) / ", "value = (r.mean() - r) / ")),
 
+    # test_judge.py
+    *of("judge/rewards.py",
+        "test_judge.py::test_a_reward_may_reorder_what_it_is_given_and_go_to_another_folder",
+        ("a reward leaves for another folder", "    with contextlib.chdir(\".\"):",
+         "    with contextlib.nullcontext():")),
+    # test_model.py
+    *of("model.py", "test_model.py::test_weights_start_as_in_gpt2",
+        ("deep models start as shallow ones", "std=0.02 / math.sqrt(depth)", "std=0.02")),
+    # test_hub.py, test_roberta.py
+    *of("extras/hub/tokenizer.py",
+        "test_hub.py::test_tokens_that_have_a_name_alone_are_numbered_in_order",
+        ("hub: named tokens in another order",
+         "for token in (*names.values(), *extra_tokens(config))",
+         "for token in (*extra_tokens(config), *names.values())")),
+    *of("extras/hub/tokenizer.py", "test_hub.py::"
+        "test_an_added_word_is_one_token_in_every_text_and_an_id_that_is_taken_is_refused",
+        ("hub: an added word is cut in texts", "normalized=not special, special=special)",
+         "normalized=not special, special=True)"),
+        ("hub: an id that is taken", "        if core.token_to_id(token) != i:",
+         "        if False:")),
+    *of("extras/hub/files.py",
+        "test_hub.py::test_a_tensor_is_read_from_the_shard_that_the_index_names",
+        ("hub: an older tensor of another shard", "for name in held if names is None else names:",
+         "for name in held:")),
+    *of("extras/hub/roberta.py", "test_roberta.py::test_what_is_no_classifier_is_one_line",
+        ("hub: the first of two labels that mean toxic", "if len(fitting) != 1:",
+         "if not fitting:")),
     # test_compiled.py
     *of("extras/compiled/__init__.py",
         "test_compiled.py::test_a_backward_that_cannot_be_compiled_ends_no_run",

@@ -121,6 +121,23 @@ def test_choose_picks_the_prompts_and_is_told_their_rewards():
         "these are not the rewards of each prompt's groups, oldest first")
 
 
+def test_choose_is_told_the_groups_that_resample_replaces():
+    """A prompt whose first group is replaced comes again in the next round."""
+    calls = []
+
+    def number_of_call(completions):
+        calls.append(0)
+        differs = len(calls) > 1        # and is kept
+        return [float(len(calls)) * (not differs or i % 4 > 0) for i in range(len(completions))]
+
+    skip_for(zero_std_groups="resample")
+    cfg = with_function("choose", lambda n: [0] * n, number_of_call, zero_std_groups="resample",
+                        num_prompts=2)
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS[:1], WORDS)
+    collect_iteration(setup, 0, cfg)
+    assert [max(group) for group in setup.seen[0]] == [1.0] * 2 + [2.0] * 2
+
+
 def test_all_processes_take_the_prompts_that_rank_0_has_chosen(monkeypatch):
     monkeypatch.setattr("data.prompts.all_gather", lambda mine: [[3, 2, 1, 0], *mine])
     cfg = with_function("choose", lambda n: [0, 1, 2, 3])

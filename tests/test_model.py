@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from model import attend
+from model import GPT, GPTConfig, attend
 from by_hand import hidden_by_hand
 from common.device import autocast
 from worlds import SHAPES, assert_near, random_gpt, random_ids
@@ -89,6 +89,16 @@ def test_a_cache_is_repeated_for_groups_and_keeps_the_rows_it_is_asked_to(shape)
     rows = torch.tensor([5, 1, 4])
     cache.keep(rows)
     exact(model(idx[rows, 5:], None, cache)[:, 0], expected[rows, 5])
+
+
+def test_weights_start_as_in_gpt2():
+    model = GPT(GPTConfig(1000, 64, n_layer=8, n_head=2, n_embd=128))
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            std = 0.02 / math.sqrt(16 if name.endswith("c_proj.weight") else 1)
+            assert float(p.detach().std()) == pytest.approx(std, rel=0.05), name
+        else:
+            assert (p == (0 if name.endswith("bias") else 1)).all(), name
 
 
 # ------------------------------------------------------------------------------------------------

@@ -124,6 +124,18 @@ def test_the_index_says_which_files_are_the_model_and_strays_are_named(stray, tm
     assert_refused(INDEX, load, tmp_path)       # nobody can say which one is the model
 
 
+def test_a_tensor_is_read_from_the_shard_that_the_index_names(tmp_path):
+    """An older one of the same name lies in another shard, too."""
+    tensors, place = make_shards(tmp_path, index=True)
+    first, *_, last = sorted(set(place.values()))
+    held = {name: x for name, x in tensors.items() if place[name] == first}
+    older = {name: x - 1 for name, x in tensors.items() if place[name] == last}
+    save_tensors(f"{tmp_path}/{first}", held | older)
+    save_tensors(f"{tmp_path}/{last}", {name: x - 1 for name, x in held.items()} | {
+        name: x for name, x in tensors.items() if place[name] == last})
+    assert_holds(load(tmp_path), GPT2, tensors)
+
+
 # keys of config.json that mean another computation, each with a value that does
 OTHER_MODELS = {
     "gpt2": {
@@ -324,6 +336,22 @@ def test_tokens_that_a_folder_adds_are_those_of_tokenizer_json(config, files, tm
     chat = [dict(role="user", content="Hi"), dict(role="system", content="no I'M")]
     assert two.encode_chat(chat, "x") == one.encode_chat(chat, "x")
     assert set(MARKS) <= two.special_tokens_set
+
+
+def test_tokens_that_have_a_name_alone_are_numbered_in_order(tmp_path):
+    folder = write_two_files(tmp_path, {
+        "eos_token": MARKS[2], "additional_special_tokens": MARKS[1:]})
+    tokenizer = from_folder(folder)
+    assert tokenizer.end_tokens == (2000,), "the end token is named first"
+    assert tokenizer.encode_marked(MARKS[2] + MARKS[1]) == [2000, 2001]
+    assert set(MARKS) <= tokenizer.special_tokens_set
+
+
+def test_an_added_word_is_one_token_in_every_text_and_an_id_that_is_taken_is_refused(tmp_path):
+    folder = write_two_files(tmp_path, {}, added_tokens={"<mol>": 2007})
+    assert from_folder(folder).encode_ordinary("a<mol>")[-1] == 2007, "it is no special token"
+    put(folder, added_tokens={"a": 2005})
+    assert_refused("'a'", from_folder, folder)
 
 
 @pytest.mark.parametrize("kind", ["GPT2TokenizerFast", "RobertaTokenizer"])

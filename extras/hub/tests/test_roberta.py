@@ -66,6 +66,7 @@ def test_a_classifier_gives_the_logit_of_its_toxic_label_and_says_how_it_reads_s
 # what config.json says instead | what the refusal names
 REFUSALS = """
 "id2label": {"0": "a", "1": "b"} | a, b
+"id2label": {"0": "toxic", "1": "hate"} | toxic, hate
 "model_type": "bert" | model_type
 "is_decoder": true | is_decoder
 "hidden_act": "relu" | hidden_act
