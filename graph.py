@@ -104,15 +104,15 @@ class HalfWeights:
 @dataclass
 class Window:
     """The first n rows and W tokens of a Memory, as a Cache for GPT.forward."""
-    layers: list        # keys and values of each layer, (2, n, nkv, W, hs)
+    layers: list        # (keys, values) of each layer, (n, nkv, W, hs)
     length: Tensor      # (1,) tokens read; on the device, where forward advances it
 
     def extend(self, i, k, v):
         """Write k and v (n, nkv, 1, hs) to layer i -> all its W keys and values."""
-        kv = self.layers[i]
-        kv[0].index_copy_(2, self.length, k)
-        kv[1].index_copy_(2, self.length, v)
-        return kv
+        keys, values = self.layers[i]
+        keys.index_copy_(2, self.length, k)
+        values.index_copy_(2, self.length, v)
+        return keys, values
 
 
 class Memory:
@@ -126,7 +126,12 @@ class Memory:
         self.dtype = prompts.layers[0].dtype
         device = prompts.layers[0].device
         zeros = functools.partial(torch.zeros, device=device)
-        self.layers = [kv.new_zeros(2, N, kv.shape[2], S, kv.shape[4]) for kv in prompts.layers]
+        # (keys, values) of each layer, (N, nkv, S, hs). Two tensors, since a compiled step writes
+        # into a part of one by copying all of it
+        self.layers = []
+        for kv in prompts.layers:
+            shape = (N, kv.shape[2], S, kv.shape[4])
+            self.layers.append((kv.new_zeros(shape), kv.new_zeros(shape)))
         self.seen = zeros(N, S, dtype=torch.bool)           # the attention mask
         self.length = zeros(1, dtype=torch.long)            # tokens read
         self.ids = zeros(N, 1, dtype=torch.long)            # the next token to read
@@ -142,8 +147,8 @@ class Memory:
         None."""
         P = prompts.length
         N = n * prompts.layers[0].shape[1]
-        for mine, kv in zip(self.layers, prompts.layers):
-            mine[:, :N, :, :P] = kv.repeat_interleave(n, 1)
+        for (keys, values), kv in zip(self.layers, prompts.layers):
+            keys[:N, :, :P], values[:N, :, :P] = kv.repeat_interleave(n, 1)
         self.seen[:N] = True
         if attention_mask is not None:
             self.seen[:N, :P] = attention_mask.repeat_interleave(n, 0)
@@ -152,7 +157,7 @@ class Memory:
     def keep(self, rows):
         """Keep only these rows (n,), in this order, as the first n. Copy only those that move."""
         moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
-        for x in (self.ids, self.seen, *(half for kv in self.layers for half in kv)):
+        for x in (self.ids, self.seen, *sum(self.layers, ())):
             x[moved] = x[rows[moved]]
 
 
@@ -258,7 +263,7 @@ class Decoder:
     def read_and_draw(self, n, W, temperature):
         """Read the last of W tokens of n rows, and draw the next."""
         m = self.memory
-        layers = [kv[:, :n, :, :W] for kv in m.layers]
+        layers = [(keys[:n, :, :W], values[:n, :, :W]) for keys, values in m.layers]
         h = self.read(self.now, m.ids[:n], m.seen[:n, :W], layers, m.length)    # (n, C)
         m.length += 1
         self.draw(h, temperature)

@@ -1,4 +1,6 @@
 """The policy's prompts: starts of held-out comments, or the rows of a file or of a function."""
+import copy
+import operator
 import random
 import re
 from typing import NamedTuple
@@ -201,16 +203,17 @@ def choose_prompts(prompts, seen, it, cfg):
     """
     # call it with the arguments it takes
     offered = dict(
-        prompts=[prompt.text for prompt in prompts], rows=[dict(prompt.row) for prompt in prompts],
-        rewards=[[list(group) for group in seen.get(i, [])] for i in range(len(prompts))],
+        prompts=[prompt.text for prompt in prompts], rows=[prompt.row for prompt in prompts],
+        rewards=[seen.get(i, []) for i in range(len(prompts))],
         n=cfg.num_prompts, iteration=it + 1,
         random=random.Random(seed_for(cfg.seed, "choose", it)))
     choose = cfg.functions["choose"]
-    chosen = choose(**select_arguments("choose", choose, offered))
-    indices = [range(len(prompts))[i] for i in chosen]      # Python's error, if it is not an index
-    if len(indices) != cfg.num_prompts:
-        raise BadInput(f"choose returned {shown(indices)}: must be num_prompts = {cfg.num_prompts} "
-                       "indices of prompts")
+    # copies: what choose changes in a row must not reach the rewards
+    chosen = list(choose(**copy.deepcopy(select_arguments("choose", choose, offered))))
+    if len(chosen) != cfg.num_prompts or not all(0 <= i < len(prompts) for i in chosen):
+        raise BadInput(f"choose returned {shown(chosen)}: must be num_prompts = {cfg.num_prompts} "
+                       f"indices from 0 to {len(prompts) - 1}")
+    indices = [operator.index(i) for i in chosen]       # Python's error, if one is not an index
     indices = all_gather([indices])[0]      # rank 0's: a set may be ordered differently elsewhere
     return [prompts[i] for i in indices]
 

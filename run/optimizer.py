@@ -62,8 +62,8 @@ MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}       # of AdamW, and of 
 
 
 def load_optimizer(optimizer, state):
-    """optimizer <- the moments in state. ValueError if one has not its weight's shape: AdamW would
-    not notice, and would read and write memory that is not its own."""
+    """optimizer <- the moments in state. ValueError if one does not lie in memory like its weight:
+    AdamW would not notice, and would read and write memory that is not its own."""
     # the groups of torch's optimizers hold settings: keep the current ones, not the file's. An
     # optimizer from elsewhere may count in its groups (Schedule-Free, Prodigy): keep only its rate
     groups = optimizer.state_dict()["param_groups"]
@@ -76,9 +76,10 @@ def load_optimizer(optimizer, state):
     # does each moment fit its weight?
     for p, moments in optimizer.state.items():
         for name in MOMENTS & moments.keys():
-            if moments[name].shape != p.shape:
-                raise ValueError(f"{name} is {tuple(moments[name].shape)} for weights "
-                                 f"{tuple(p.shape)}")
+            layout = moments[name].shape, moments[name].stride()
+            if layout != (p.shape, p.stride()):
+                raise ValueError(f"{name} has shape and strides {layout}, its weight "
+                                 f"{(p.shape, p.stride())}")
 
 
 def load_state(optimizer, state):

@@ -77,26 +77,29 @@ def find_problem(setup, cfg):
     return next(filter(None, all_gather([problem])), "")
 
 
-def keep_if_right(name, setup, cfg, **before):
-    """Check what setup has just begun to use. If it is not right, say so and go back to `before`,
-    {field of setup: its earlier value}."""
-    if problem := find_problem(setup, cfg):
-        print(f"note: {name} off: {problem}")
-        vars(setup).update(before)
-
-
 def check_precision(setup, cfg):
-    """Let setup compute as fast as the settings say and the check allows: each step on top of the
-    earlier ones."""
+    """Let setup compute as fast as the settings say and the check allows."""
+    # turn on each fast way on top of the earlier ones, and remember what it replaces
+    slow = {}
     if setup.dtype != torch.float32:
-        keep_if_right("bfloat16", setup, cfg, dtype=torch.float32)
+        slow["bfloat16"] = dict(dtype=torch.float32)
     if setup.device.type == "cuda":
-        before = setup.generate
+        slow["graph"] = dict(generate=setup.generate)
         setup.generate = generate_by_graph(setup.policy)
-        keep_if_right("graph", setup, cfg, generate=before)
     if cfg.compile:
         from extras.compiled import compile_nets
-        before = setup.generate
+        slow["compile"] = dict(compiled={}, generate=setup.generate)
         compile_nets(setup)
-        keep_if_right("compile", setup, cfg, compiled={}, generate=before)
+
+    # turn off the last one until the rest gives the right numbers
+    for name, without in reversed(slow.items()):
+        problem = find_problem(setup, cfg)
+        failed = [False]
+        if name == "compile":       # the compiler failed in some process, which printed a note
+            failed = all_gather([not setup.compiled])
+        if not problem and not any(failed):
+            break
+        if not failed[0]:
+            print(f"note: {name} off: {problem or 'another process cannot compile'}")
+        vars(setup).update(without)
     set_precision(setup.device, setup.dtype)
