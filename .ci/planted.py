@@ -444,6 +444,18 @@ MISTAKES = [
     *of("tracin.py", "test_influence.py::test_coefficients_of_targets",
         ("target of bad rewards", "value = (r - r.mean()) / ", "value = (r.mean() - r) / ")),
 
+    # test_evaluation.py
+    *of("run/evaluation.py",
+        "test_evaluation.py::test_the_policy_before_training_knows_its_own_log_probs",
+        ("a perplexity of what was drawn in bfloat16",
+         "return same and setup.dtype == torch.float32", "return same")),
+    # test_make.py
+    *of("extras/make/judges.py", "test_make.py::test_length_batches_hold_every_row_once",
+        ("a judge learns from all batches but the last of a pool",
+         "range(0, len(pool), size)]", "range(0, len(pool) - size, size)]")),
+    *of("extras/make/policy.py",
+        "test_make.py::test_windows_begin_where_a_text_does_or_anywhere",
+        ("windows begin with the end of a text", "ends + 1])", "ends])")),
     # test_judge.py
     *of("judge/rewards.py",
         "test_judge.py::test_a_reward_may_reorder_what_it_is_given_and_go_to_another_folder",

@@ -3,6 +3,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from rollout import Sampling
 from run import evaluation
@@ -29,6 +30,18 @@ def test_rows_that_are_computed_together_change_no_measure(monkeypatch):
         monkeypatch.setattr(evaluation, "AT_ONCE", at_once)
         monkeypatch.setitem(evaluation.SAMPLING_BYTES, "cpu", room)
         assert measures_of(setup, policy, cfg) == pytest.approx(whole, rel=1e-5)
+
+
+def test_the_policy_before_training_knows_its_own_log_probs():
+    """The very weights alone, and in float32: what samples in bfloat16 has other log-probs."""
+    setup, cfg = world_of()
+    assert evaluation.is_untrained(setup, word_gpt())
+    assert not evaluation.is_untrained(setup, shaken(word_gpt(), 1e-6))
+    rollout = sample_completions(setup, setup.base, WORD_PROMPTS, cfg, 3).rollout
+    assert perplexity_under(None, rollout, cfg) == pytest.approx(
+        perplexity_under(setup.base, rollout, cfg), rel=1e-5, abs=1e-6)
+    setup.dtype = torch.bfloat16
+    assert not evaluation.is_untrained(setup, word_gpt())
 
 
 def test_a_perplexity_beyond_all_numbers_is_infinite():

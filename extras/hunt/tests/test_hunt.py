@@ -15,6 +15,14 @@ TINY = ["--threads=1", "--n_layer=1", "--n_embd=32", "--n_head=2", "--pretrain_t
         "--mini_batch_size=16"]
 
 
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.sign.__name__)
+def test_a_fault_can_be_planted(fault):
+    with open(f"{ROOT}/{fault.file}", encoding="utf-8") as f:
+        source = f.read()
+    assert source.count(fault.old) == 1, f"{fault.file} has another line now: update faults.py"
+    compile(source.replace(fault.old, fault.new), fault.file, "exec")
+
+
 @pytest.mark.parametrize("number", range(1, 1 + len(FAULTS)))
 def test_only_the_answer_tells_the_line(number):
     fault = FAULTS[number - 1]

@@ -15,8 +15,8 @@ import run.policy
 from common.seeds import hash_of
 from conftest import TINY
 from data.weights import load_gpt
-from extras.make.judges import auc, even_lengths
-from extras.make.policy import made_policy, optimizers
+from extras.make.judges import auc, even_lengths, length_batches
+from extras.make.policy import made_policy, optimizers, text_starts, windows
 from extras.make.supervised import fit
 from run.settings import load_settings
 from worlds import assert_refused, printed, random_gpt, random_ids
@@ -72,6 +72,15 @@ def test_dtype_is_that_of_pretraining_too(made_up, tmp_path, monkeypatch):
         weights.append(load_gpt(made_policy(cfg, CPU)).wte.weight)
     assert torch.equal(weights[0], weights[1]), "auto is not float32 on a CPU"
     assert not torch.equal(weights[0], weights[2]), "dtype does nothing"
+
+
+def test_windows_begin_where_a_text_does_or_anywhere():
+    stream = torch.tensor([int(token) for token in "155925935559459"])      # 9 ends a text
+    starts = text_starts(stream, 4, 9)
+    assert starts.tolist() == [0, 4, 7], "the window of the last text would not end"
+    found = windows(stream, starts, 0, 4, seed=1)
+    assert found.shape[1] == 5 and set(found[:, 0].tolist()) == {1, 2, 3}
+    assert 5 in windows(stream, starts, 24, 4, seed=1)[:24, 0], "these may begin anywhere"
 
 
 class GRUPolicy(nn.Module):
@@ -142,6 +151,14 @@ def test_auc_counts_pairs_and_equal_scores_half():
     assert auc(scores, torch.tensor([False, False, True, True])) == 3.5 / 4
     scores = torch.arange(200_000.0)        # all pairs are 10 ** 10
     assert auc(scores, scores >= 100_000) == 1
+
+
+def test_length_batches_hold_every_row_once():
+    lengths = [1 + i * i % 37 for i in range(1001)]
+    batches = length_batches([[0] * n for n in lengths], 8, seed=1)
+    assert sorted(sum(batches, [])) == list(range(1001)) and max(map(len, batches)) == 8
+    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+    assert padded < 1.1 * sum(lengths), "rows of different lengths share a batch"
 
 
 def test_clean_comments_are_cut_to_the_lengths_of_toxic_ones():
