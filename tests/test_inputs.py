@@ -100,18 +100,23 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(start, tmp_path):
                    "--max_iters=2", "--resume=True")
 
 
-def test_an_optimizer_that_no_checkpoint_can_hold_is_refused_before_training(start, tmp_path):
+@pytest.mark.parametrize("made, named", [
+    ("_Odd(weights, lr=learning_rate)", "deque"),
+    ("torch.optim.AdamW(weights, lr=np.float64(1e-3))", "numpy")])
+def test_an_optimizer_that_no_checkpoint_can_hold_is_refused_before_training(
+        made, named, start, tmp_path):
     config = tmp_path / "config.py"
-    config.write_text("import collections, torch\n"
+    config.write_text("import collections, torch, numpy as np\n"
                       "class _Odd(torch.optim.SGD):\n"
                       "    def step(self):\n"
                       "        super().step()\n"
                       "        for p in self.param_groups[0]['params']:\n"
                       "            self.state[p]['seen'] = collections.deque([1])\n"
                       "def optimizer(named_parameters, learning_rate):\n"
-                      "    return _Odd([p for _, p in named_parameters], lr=learning_rate)\n"
+                      "    weights = [p for _, p in named_parameters]\n"
+                      f"    return {made}\n"
                       "def reward(completions): return list(map(len, completions))\n")
-    assert_refused(("optimizer", "deque"), start, tmp_path / "run", *OWN, str(config))
+    assert_refused(("optimizer", named), start, tmp_path / "run", *OWN, str(config))
     assert not list((tmp_path / "run").glob("ckpt_*")), "it was found in the middle of a run"
 
 
