@@ -62,7 +62,9 @@ class Batch:
 
     def subset(self, rows):
         """The same with prompts, texts, scores and rewards. rows: indices (m,), or a mask (N,)."""
-        places = torch.arange(len(self.prompts))[rows.cpu()].tolist()
+        places = torch.arange(len(self.prompts))[rows.cpu()]
+        rows = places.to(rows.device)       # one transfer: each tensor indexed by a mask is a wait
+        places = places.tolist()
         return replace(
             self[rows], prompts=[self.prompts[i] for i in places],
             completions=[self.completions[i] for i in places],

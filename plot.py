@@ -64,7 +64,7 @@ def kind_of(folder):
 def groups_of(folders):
     """Runs grouped by all but their seed -> {name: the logs of each run}."""
     groups = {}
-    for folder in folders:
+    for folder in {os.path.realpath(folder): folder for folder in folders}.values():
         groups.setdefault(kind_of(folder), []).append(folder)
     named = {}
     for first, *more in groups.values():

@@ -146,8 +146,8 @@ def concatenate(rollouts):
 
 
 class Sampling(NamedTuple):
-    """How tokens are sampled. Each field but eos is a setting of the same name. The last three are
-    rules of truncate; by default they keep all tokens."""
+    """How tokens are sampled. Each field but eos is a setting of the same name. Those below
+    temperature are rules of truncate; by default they keep all tokens."""
     eos: tuple              # tokens that end a completion; the first one pads what follows it
     temperature: float = 1.0
     top_k: int = 0

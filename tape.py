@@ -507,6 +507,8 @@ class Tape:
         tensors = tensors_in((args, kwargs))
         if not torch.is_tensor(out) or not tensors:
             refuse(layer.name, "does not take a tensor, or does not return one")
+        if layer.kind is not None and len(tensors) > 1:
+            refuse(layer.name, "takes two tensors, and its kind knows one: set its kind to None")
         if in_backward():
             # a checkpoint repeats this forward. Only a reentrant one asks for b
             return observe_gradient(out, lambda b: refuse(

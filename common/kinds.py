@@ -17,8 +17,8 @@ class Range(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-# what a different value does. Free: it is still the same run. Harmless: an account may use it, too.
-# Fixed: not even --resume can go on with it, since the weights would not fit. Live: the config
+# may it differ when a run goes on? Free: yes. Harmless: with --resume=True, and in tracin.py RUN.
+# No mark: with --resume=True. Fixed: never, since the weights would not fit. Live: the config
 # file's `after` may set it within a run
 Free = Annotated[T, Mark("free")]
 Harmless = Annotated[T, Mark("harmless")]

@@ -140,7 +140,8 @@ def evaluate(setup, policy, cfg, iteration=0):
     # without truncation, at eval_temperature
     k = cfg.num_eval_generations
     how = replace(cfg.untruncated(cfg.eval_temperature), num_generations=k,
-                  decode_batch_size=rows_at_once(setup, cfg), reward_funcs=(*setup.reward_funcs,))
+                  decode_batch_size=cfg.decode_batch_size or rows_at_once(setup, cfg),
+                  reward_funcs=(*setup.reward_funcs,))
     rollout, prompts, completions = sample_completions(
         setup, policy, setup.eval_prompts, how, seed_for("evaluation"))
 

@@ -59,7 +59,7 @@ def of_code():
     hashes = {}
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None) or ""
-        is_installed = path.startswith(os.path.dirname(os.__file__)) or "-packages" in path
+        is_installed = path.startswith(os.path.dirname(os.__file__)) or "site-packages" in path
         if path.endswith(".py") and not is_installed and os.path.isfile(path):
             with open(path, "rb") as f:
                 hashes[f"code in {path.removeprefix(ROOT + os.sep)}"] = short_hash(f.read())

@@ -186,9 +186,8 @@ class Log:
         self.wandb.tell("log", m, step=m["iteration"])
 
     def logged_kl(self):
-        """The greatest KL of the iterations so far. NaN where an evaluation's KL cannot be compared
-        with it: it is to a different model, of different distributions, or comes after so few
-        iterations that it may be far ahead of the log's."""
+        """The greatest KL of the iterations so far. NaN where it cannot be compared with an
+        evaluation's: the reference differs, sampling is truncated, or there are few iterations."""
         cfg = self.cfg
         follows = cfg.door("follow") is not None
         truncates = Sampling(eos=(), **cfg.sampling).truncates

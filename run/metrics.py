@@ -334,7 +334,7 @@ def batch_metrics(batch, cfg):
 
     Metrics:
         num_completion_tokens: tokens that carry loss
-        tokens_without_loss: sampled tokens that carry no loss, and no setting says so: 0
+        tokens_without_loss: sampled tokens left out of the loss though no setting says so: 0
         replayed: share of the completions that were sampled in earlier iterations, where the config
             file has a function after
     """

@@ -3,9 +3,10 @@
     def optimizer(named_parameters, learning_rate):         # [(name, parameter)], the setting
         return torch.optim.SGD([p for _, p in named_parameters], lr=learning_rate, momentum=0.9)
 
-A list of optimizers steps as one: Muon for the matrices, say, and AdamW for the rest. Warm-up and
-decay scale each parameter group's rate from the value that the function set. An optimizer's whole
-state must be in its state_dict(), as tensors and plain numbers: a checkpoint saves that.
+Each is a torch.optim.Optimizer, or a subclass of yours. A list of optimizers steps as one: Muon for
+the matrices, say, and AdamW for the rest. Warm-up and decay scale each parameter group's rate from
+the value that the function set. An optimizer's whole state must be in its state_dict(), as tensors
+and plain numbers: a checkpoint saves that.
 """
 import io
 import math

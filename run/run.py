@@ -26,8 +26,9 @@ def is_due(done, interval):
 
 
 def is_failure(error):
-    """True for a crash; False at a normal end, after SystemExit, and after a second Ctrl-C. A
-    KeyboardInterrupt without words comes from a different process, and counts as a crash."""
+    """True for a crash; False at a normal end, after SystemExit, and after a second Ctrl-C, whose
+    KeyboardInterrupt has a text (common/signals.py). One without text was raised elsewhere, so it
+    is a crash."""
     if isinstance(error, KeyboardInterrupt):
         return not error.args
     return isinstance(error, Exception)

@@ -261,7 +261,8 @@ class Settings(*settings_of_extras()):
                 if name not in ("resume", "debug_step")}
 
 
-# {setting: what its type is made of}; fields with repr=False are the config file's functions
+# {setting: its plain types, choices and marks}. Fields with repr=False are the config file's
+# functions
 PARTS = {x.name: parts_of(x.type) for x in fields(Settings) if x.repr}
 
 
@@ -274,7 +275,7 @@ def settings_that_are(kind):
 # one setting
 
 
-# names from the notes, TRL, verl and nanoGPT, and their names here; the same for values
+# names that TRL, verl, nanoGPT and others use, and their names here; the same for values
 ELSEWHERE = {
     "group_size": "num_generations", "max_new_tokens": "max_completion_length",
     "max_tokens": "max_completion_length", "max_response_length": "max_completion_length",

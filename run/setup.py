@@ -162,6 +162,7 @@ def prepare_small(cfg, inputs):
     small = replace(
         cfg, compile=False, mask_truncated_completions=False,
         functions={name: f for name, f in cfg.functions.items() if name not in answering},
+        num_prompts=min(2, len(inputs.prompts)), mini_batch_size=0,
         max_completion_length=min(4, cfg.max_completion_length))
     setup = prepare(small, replace(inputs, judges={}, dtype=torch.float32))
     setup.reward_funcs = dict.fromkeys(cfg.reward_funcs, made_up_reward)

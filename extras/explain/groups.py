@@ -109,7 +109,7 @@ def by_label(labels, by, shares):
 
 
 def splits_of(rows, by="", labels=None):
-    """All Splits, by name. labels: the reader's group of each rollout, by what he names; or None.
+    """All Splits, by name. labels: the reader's group of each rollout, by the name given; or None.
     """
     shares = rows.shares.sum(0)
     splits = [] if labels is None else [by_label(labels, by, shares)]

@@ -1,5 +1,5 @@
 """
-What the reader asks: which number an account explains, and what he groups its rollouts by.
+The reader's question: which number to explain, and what to group its rollouts by.
 """
 from dataclasses import replace
 

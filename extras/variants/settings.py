@@ -66,15 +66,35 @@ class VariantSettings:
             found["without_own_part"] = variant("tracin_leave_one_out", "without_own_part")
         if self.tracin_normalizer != "all":
             found["normalizer"] = variant("tracin_normalizer", self.tracin_normalizer)
-        if self.use_bias_correction_kl is not None or self.kl_estimator == "k2":
+        estimator = None
+        if self.kl_estimator != "k3":
+            estimator = variant("kl_estimator", self.kl_estimator)
+        is_uncorrected = getattr(estimator, "uncorrected", False)
+        if self.use_bias_correction_kl is not None or is_uncorrected:
             found["corrects_kl"] = bool(self.use_bias_correction_kl)
         return found
+
+    @property
+    def knows_own_part(self):
+        """Whether a rollout's influence on itself is known, for leave-one-out: what is scored must
+        be a multiple of the rollout's log-prob."""
+        if self.tracin_val_prompts:
+            return False
+        one_step = self.mini_batch_size in (0, self.num_prompts * self.num_generations)
+        # advantages, or weights of a loss, that may be one for each token
+        by_token = self.critic or {"advantage", "objective", "divide"} & set(self.functions)
+        is_multiple = one_step and not self.door("policy_tokens") and not by_token
+        return self.tracin in ("off", "self") or is_multiple and self.tracin != "target"
 
     def rules(self):
         """(Whether it is wrong, what to say), one after the other, as in run/check.py."""
         _, ceiling = self.clip_range
         yield self.delta is not None and self.delta <= ceiling, (
             f"delta = {self.delta}: must be above the upper clip, {ceiling}")
+        own_objective = self.loss_type in ("cispo", "sapo") or "objective" in self.functions
+        yield self.delta is not None and own_objective, (
+            f"delta = {self.delta}: bounds the clipped objective, and loss_type or the config "
+            "file's objective is a different one")
         yield self.ref_model_sync_steps and not self.beta, (
             "ref_model_sync_steps: set beta, which is 0: the reference serves the KL")
         chooses = self.tracin_val_size or self.tracin_val_select != "random"
@@ -108,13 +128,7 @@ class VariantSettings:
             self.kl_in == "reward" or self.kl_estimator == "k2"), (
             "use_bias_correction_kl = True: is for kl_in = 'loss' with k1 or k3")
 
-        # leave-one-out: what is scored must be a multiple of the rollout's log-prob
-        one_step = self.mini_batch_size in (0, self.num_prompts * self.num_generations)
-        # advantages, or weights of a loss, that may be one for each token
-        by_token = self.critic or {"advantage", "objective", "divide"} & set(self.functions)
-        is_multiple = one_step and not self.door("policy_tokens") and not by_token
-        knows_part = self.tracin in ("off", "self") or is_multiple and self.tracin != "target"
-        yield self.tracin_leave_one_out and (self.tracin_val_prompts or not knows_part), (
+        yield self.tracin_leave_one_out and not self.knows_own_part, (
             "tracin_leave_one_out = True: a rollout's own part is known only with "
             "tracin_val_prompts = 0 and with tracin = 'self', or with a target of log-probs, "
             "mini_batch_size = 0, top_entropy_quantile = 1 and critic = False")
