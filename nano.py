@@ -78,7 +78,7 @@ optimizer = torch.optim.AdamW(
     policy.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
 
 # two classifiers of toxic text. One gives the reward; the policy may learn to fool it. The other is
-# never trained against, and would notice
+# never trained against, so it shows that
 judge = load_judge("data/judge.pt", device)
 eval_judge = load_judge("data/eval_judge.pt", device)
 
@@ -119,7 +119,8 @@ def sample(prompts, G, seed):
 
 
 def logprobs(model, rollout):
-    """The log-prob (n, T) of each token of n completions under a model; 0 after their end."""
+    """The log-prob (n, T) of each token of n completions under a model; 0 after their end. In
+    effect it is model.lm_head(model(ids)).log_softmax(-1).gather(-1, next_ids)."""
     with autocast(device, dtype):
         return completion_logprobs(model, rollout)
 
@@ -139,7 +140,8 @@ def grpo_loss(logp, old_logp, ref_logp, A, mask, num_tokens):
     objective = torch.min(ratio * A, ratio.clamp(1 - epsilon, 1 + epsilon) * A)     # (n, T)
 
     # distance to the reference, estimated per token (k3, Schulman 2020): never negative, and its
-    # mean over the policy's own tokens is the KL. Times the ratio, its gradient is the KL's as well
+    # mean over the policy's own tokens is the KL. With the ratio, which is 1, as a factor its mean
+    # gradient is the KL's, too
     d = ref_logp - logp
     kl = ratio * (d.expm1() - d)                                    # (n, T)
 
@@ -197,7 +199,7 @@ for it in range(max_iters):
         (policy_loss + beta * kl).backward()
         mean_kl += kl.item()
 
-    # step: a gradient longer than 1 is cut to 1
+    # step: clip the norm of the gradient to 1
     grad_norm = clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

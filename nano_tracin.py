@@ -79,7 +79,7 @@ optimizer = torch.optim.AdamW(
     policy.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
 
 # two classifiers of toxic text. One gives the reward; the policy may learn to fool it. The other is
-# never trained against, and would notice
+# never trained against, so it shows that
 judge = load_judge("data/judge.pt", device)
 eval_judge = load_judge("data/eval_judge.pt", device)
 
@@ -120,7 +120,8 @@ def sample(prompts, G, seed):
 
 
 def logprobs(model, rollout):
-    """The log-prob (n, T) of each token of n completions under a model; 0 after their end."""
+    """The log-prob (n, T) of each token of n completions under a model; 0 after their end. In
+    effect it is model.lm_head(model(ids)).log_softmax(-1).gather(-1, next_ids)."""
     with autocast(device, dtype):
         return completion_logprobs(model, rollout)
 
@@ -140,7 +141,8 @@ def grpo_loss(logp, old_logp, ref_logp, A, mask, num_tokens):
     objective = torch.min(ratio * A, ratio.clamp(1 - epsilon, 1 + epsilon) * A)     # (n, T)
 
     # distance to the reference, estimated per token (k3, Schulman 2020): never negative, and its
-    # mean over the policy's own tokens is the KL. Times the ratio, its gradient is the KL's as well
+    # mean over the policy's own tokens is the KL. With the ratio, which is 1, as a factor its mean
+    # gradient is the KL's, too
     d = ref_logp - logp
     kl = ratio * (d.expm1() - d)                                    # (n, T)
 
@@ -189,32 +191,34 @@ for it in range(max_iters):
         for rows in micro_batches:
             ref_logp[rows] = logprobs(reference, rollout[rows])
 
-    # loss: a tape keeps each rollout's gradient apart. Let L_i be rollout i's part of the policy
-    # loss, and logp_i the sum of its tokens' log-probs. All ratios are 1, so
+    # loss: a tape keeps each rollout's gradient apart. L_i is rollout i's part of the policy loss,
+    # logp_i the sum of its tokens' log-probs. Since every ratio is 1,
     #     grad L_i = c_i * grad logp_i        c_i = -A_i / num_tokens
-    # The target below is a weighted sum of the same logp_i: one recording serves both. The KL is
-    # learned from all rollouts, so the sum of its gradients is enough
+    # So record grad logp_i once. It gives the gradients of the rollouts, with weights c, and of the
+    # target below, with other weights
     mean_kl = 0.0
     c = torch.zeros_like(A)                                         # (N,)
     with Tape(policy, len(A)) as tape:
         for rows in micro_batches:
-            # the head alone gets the tokens of all rows in one long list: whose is each?
+            # the head gets the tokens of all rows in one long list: which row is each token's?
             tape.rows(rows, flat={policy.lm_head: mask[rows].nonzero()[:, 0]})
             logp = logprobs(policy, rollout[rows])                  # (n, T)
             policy_loss, kl = grpo_loss(
                 logp, rollout.logp[rows], ref_logp[rows], A[rows, None], mask[rows], num_tokens)
-            # c is -A / num_tokens. Read off the loss, so that a different objective works, too
+            # c, read off the loss. An objective that weighs the tokens of a row differently has no
+            # such c: record policy_loss itself then, with c = 1, as tracin.record does
             slope, = torch.autograd.grad(policy_loss, logp, retain_graph=True)
             c[rows] = slope.sum(1) / mask[rows].sum(1)
-            # of the KL the sum over rows, then of the log-probs each row alone. The tape holds
-            # these gradients; p.grad is set below
+            # two backward passes. First the KL, summed over rollouts, since it is learned from all;
+            # then the log-probs, kept rollout by rollout. The tape holds both; p.grad is set below
             tape.backward_summed(beta * kl)
             (logp * mask[rows]).sum().backward()
             mean_kl += kl.item()
 
-    # target: completions of this batch with a reward above the mean should become likelier, the
-    # rest less likely. So each rollout is part of its own target, and helps that part; a target
-    # of held-out rollouts avoids this (tracin_val_prompts in grpo.py)
+    # target: completions with a reward above the mean of the batch should become likelier, the rest
+    # less likely. The advantage compares with the mean of the group, so the two may disagree. Each
+    # rollout is part of its own target, which favours it; a target of held-out rollouts avoids this
+    # (tracin_val_prompts in grpo.py)
     value = (rewards - known.mean()).nan_to_num(0).to(A)            # (N,)
     target = tape.gradient(-value)                  # of the loss sum_i -value_i * log-prob_i
 
@@ -231,7 +235,7 @@ for it in range(max_iters):
     print(f"kept {helps.float().mean():.4f}; most helpful {texts[influence.argmax()][:30]!r}, "
           f"most harmful {texts[influence.argmin()][:30]!r}")
 
-    # step: a gradient longer than 1 is cut to 1
+    # step: clip the norm of the gradient to 1
     grad_norm = clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

@@ -386,7 +386,7 @@ def completion_states(model, rollout):
     P = attention_mask.shape[1] - sampled.shape[1]
 
     # from the first column with a token to the last one with a sampled token, where their count
-    # stops to grow. All numbers in one transfer, since each waits for the GPU
+    # stops growing. All numbers in one transfer, since each waits for the GPU
     first, last, shortest, M = torch.stack([
         attention_mask.any(0).long().argmax(), sampled.any(0).cumsum(0).argmax(),
         attention_mask.sum(1).min(), sampled.sum()]).tolist()

@@ -63,7 +63,7 @@ def cosine(g, h):
 
 
 # ------------------------------------------------------------------------------------------------
-# what a layer leaves of a parameter's gradient: outer products, or a gradient for each row
+# what is stored of a parameter's gradient: outer products, or a gradient for each row
 
 
 class Record(NamedTuple):
