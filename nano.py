@@ -9,7 +9,7 @@ On a CPU it gives the digits of config/toxicity.py --dtype=float32 (tests/test_n
 
 What it leaves out:
 Several steps on one batch, different losses and advantages are in grpo.py and loss.py.
-Prompts and rewards of your own come in by the doors of grpo.py, docs/doors.md.
+Prompts and rewards of your own come in by hooks of grpo.py, its doors: docs/doors.md.
 Log files, checkpoints, resuming, warnings and more measurements are in run/.
 nano_tracin.py learns only from the rollouts that help a target; tracin.py has more of that.
 LoRA, a critic, several GPUs and published models are in extras/, a folder each.
@@ -169,7 +169,8 @@ for it in range(max_iters):
     mask = rollout.sampled_mask                                     # (N, T) True to their end token
     num_tokens = int(mask.sum())
 
-    # score: the probability of "not toxic". A completion without a word gets none: NaN
+    # score: the probability of "not toxic". A completion without a word gets none (NaN), so that
+    # the policy learns neither to fall silent nor to avoid silence
     with autocast(device, dtype):
         rewards = (-judge(texts)).sigmoid().double()                # (N,) float64, on the CPU
     rewards[[says_nothing(text) for text in texts]] = torch.nan

@@ -9,7 +9,7 @@ On a CPU its digits are those of config/toxicity_tracin.py --dtype=float32 (test
 
 What it leaves out:
 Several steps on one batch, different losses and advantages are in grpo.py and loss.py.
-Prompts and rewards of your own come in by the doors of grpo.py, docs/doors.md.
+Prompts and rewards of your own come in by hooks of grpo.py, its doors: docs/doors.md.
 Log files, checkpoints, resuming, warnings and more measurements are in run/.
 Different targets and selections are in tracin.py.
 LoRA, a critic, several GPUs and published models are in extras/, a folder each.
@@ -170,7 +170,8 @@ for it in range(max_iters):
     mask = rollout.sampled_mask                                     # (N, T) True to their end token
     num_tokens = int(mask.sum())
 
-    # score: the probability of "not toxic". A completion without a word gets none: NaN
+    # score: the probability of "not toxic". A completion without a word gets none (NaN), so that
+    # the policy learns neither to fall silent nor to avoid silence
     with autocast(device, dtype):
         rewards = (-judge(texts)).sigmoid().double()                # (N,) float64, on the CPU
     rewards[[says_nothing(text) for text in texts]] = torch.nan
