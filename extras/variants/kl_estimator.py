@@ -1,8 +1,8 @@
 """Estimates of the KL by token (Schulman 2020), beside the core's k3. d: the
 reference's log-prob less the policy's.
 
-On average k1 has no gradient in the loss without its correction by the ratio, and k2 and k3 have
-hardly any in the reward."""
+Without the correction by the ratio, k1 in the loss has an expected gradient of zero. In the reward,
+k2 and k3 have almost none."""
 
 
 def k1(d):

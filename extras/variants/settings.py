@@ -45,7 +45,9 @@ class VariantSettings:
         if self.delta is not None:
             found["objective"] = import_module("extras.variants.two_sided").objective
         if self.loss_type != "dapo":
-            found |= vars(variant("loss_type", self.loss_type))
+            # its file is one that a config file may be, too: take what stands for the core's
+            file = vars(variant("loss_type", self.loss_type))
+            found |= {name: file[name] for name in ("objective", "divide") if name in file}
         if self.importance_sampling_level != "token":
             found["importance"] = variant(
                 "importance_sampling_level", self.importance_sampling_level)
@@ -91,10 +93,12 @@ class VariantSettings:
         _, ceiling = self.clip_range
         yield self.delta is not None and self.delta <= ceiling, (
             f"delta = {self.delta}: must be above the upper clip, {ceiling}")
-        own_objective = self.loss_type in ("cispo", "sapo") or "objective" in self.functions
-        yield self.delta is not None and own_objective, (
-            f"delta = {self.delta}: bounds the clipped objective, and loss_type or the config "
-            "file's objective is a different one")
+        yield self.delta is not None and self.loss_type in ("cispo", "sapo"), (
+            f"delta = {self.delta}: bounds the clipped objective, and loss_type = "
+            f"{self.loss_type!r} has a different one")
+        for name in sorted(self.doors().keys() & self.functions.keys()):
+            yield True, (f"{name}: the config file has this function, and a setting puts another "
+                         "in its place (loss_type, delta, multi_objective_aggregation): keep one")
         yield self.ref_model_sync_steps and not self.beta, (
             "ref_model_sync_steps: set beta, which is 0: the reference serves the KL")
         chooses = self.tracin_val_size or self.tracin_val_select != "random"

@@ -27,6 +27,7 @@ def test_a_loss_works_as_a_config_file(loss_type):
 @pytest.mark.parametrize("names, flags", [
     (("delta", "1.3"), "--delta=1.2 --epsilon_high=0.3"),
     (("delta", "different one"), "--delta=4 --loss_type=sapo"),
+    (("objective", "keep one"), "extras/variants/loss_type/sapo.py --delta=4"),
     ("epsilon_high", "--loss_type=cispo --epsilon_high=0.28"),
     ("use_bias_correction_kl", "--use_bias_correction_kl=True --kl_in=reward"),
     ("use_bias_correction_kl", "--use_bias_correction_kl=True --kl_estimator=k2"),
