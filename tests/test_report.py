@@ -233,6 +233,8 @@ EDGES = {
         dict(multi_objective_aggregation="normalize_then_sum"), EQUAL | {"reward_min": 1.0}, ""),
     "a critic is a baseline of its own": (dict(critic=True), EQUAL | VALUES, ""),
     "own advantages near zero": (OWN, TINY, "advantages"),
+    "own advantages that are dropped": (OWN | dict(zero_std_groups="drop"), EQUAL | {
+        "advantage_max": 1.0}, "dropped"),
     "a gradient that is small": ({}, dict(grad_norm=5e-5), ""),
     "no gradient where nothing teaches": ({}, CONSTANT | {"grad_norm": 0.0}, "equal"),
     "a ratio of 1 in a single step": ({}, dict(ratio_min=1.0, ratio_max=1.0), ""),
