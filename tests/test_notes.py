@@ -428,9 +428,12 @@ def every_flag():
     flags = {}
     for kind, wrong in WARNED.values():
         flags |= {kind: found(EVERYTHING | wrong)[kind]}
-    for changes, groups in ((dict(frac_reward_zero_std=1.0), GROUPS),
-                            (dict(advantage_group_mean=0.1), GROUPS), ({}, GROUPS * 1e-5)):
-        flags |= dict(problems(GOOD | changes, PLAIN, torch.float32, [GOOD], groups))
+    own = Settings(functions={"advantage": None}, zero_std_groups="drop")
+    for changes, cfg, groups in (
+            (dict(frac_reward_zero_std=1.0), PLAIN, GROUPS),
+            (dict(frac_reward_zero_std=1.0), own, GROUPS),
+            (dict(advantage_group_mean=0.1), PLAIN, GROUPS), ({}, PLAIN, GROUPS * 1e-5)):
+        flags |= dict(problems(GOOD | changes, cfg, torch.float32, [GOOD], groups))
     before = {"reward": 0.5, "distinct_2": 0.9, "kl": 0.0}
     after = {"reward": 0.1, "distinct_2": 0.1, "kl": 0.6}
     flags |= dict(problems_of_evaluation(before, after, noise=0.02, logged_kl=0.1))
