@@ -15,6 +15,7 @@ the notes are named, each with what to do. A test's name says what would be lost
 import math
 import re
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -428,7 +429,7 @@ def every_flag():
     flags = {}
     for kind, wrong in WARNED.values():
         flags |= {kind: found(EVERYTHING | wrong)[kind]}
-    own = Settings(functions={"advantage": None}, zero_std_groups="drop")
+    own = replace(PLAIN, functions={"advantage": len}, zero_std_groups="drop")
     for changes, cfg, groups in (
             (dict(frac_reward_zero_std=1.0), PLAIN, GROUPS),
             (dict(frac_reward_zero_std=1.0), own, GROUPS),
