@@ -919,8 +919,9 @@ MISTAKES = [
         "test_files.py::test_a_disk_that_cannot_be_waited_for_serves_and_a_broken_one_does_not",
         ("a file takes its name before it is on the disk", "        flush(tmp)\n", "")),
     *of("common/files.py", "test_files.py::test_half_a_last_line_of_a_log_is_left_out",
-        ("half a last line is read", '*lines, _ = f.read().split(b"\\n")',
-         'lines = f.read().split(b"\\n")')),
+        ("half a last line is read", '*lines, last = f.read().split(b"\\n")',
+         'last, lines = b"", f.read().split(b"\\n")'),
+        ("a last line without its end is lost", "        lines.append(last)", "        pass")),
 
     # test_precision.py
     *of("run/policy.py", "test_precision.py::"

@@ -162,9 +162,12 @@ def read_log(path):
     """Rows of a run's log, without the half line of a run that was killed or is still writing."""
     try:
         with open(path, "rb") as f:
-            *lines, _ = f.read().split(b"\n")
+            *lines, last = f.read().split(b"\n")
     except OSError as e:
         raise BadInput(f"{path}: cannot be read ({e.strerror})") from e
+    with contextlib.suppress(ValueError):       # an editor may leave out the last line's end
+        json.loads(last)
+        lines.append(last)
     return [json_row(line, number, path) for number, line in enumerate(lines, 1)]
 
 

@@ -40,14 +40,20 @@ def is_solved(m, first):
 
 
 def constant_rewards(m, first, cfg):
-    """Names of the reward functions, where there are several, that gave every completion the same
-    score. One that varied at first and has risen is solved, and does not count."""
+    """Of several reward functions, those that gave every completion the same score -> (names of
+    those that teach nothing, names of those that may be solved: they varied at first, and have
+    risen)."""
     if len(cfg.reward_funcs) < 2:
-        return []
-    return [name for name in cfg.reward_funcs       # a resumed run may have begun with others
-            if m[f"rewards/{name}/std"] == 0 and not (
-                first.get(f"rewards/{name}/std", 0) > 0
-                and m[f"rewards/{name}/mean"] > first[f"rewards/{name}/mean"])]
+        return [], []
+    constant = [name for name in cfg.reward_funcs if m[f"rewards/{name}/std"] == 0]
+    solved = [name for name in constant         # a resumed run may have begun with different ones
+              if first.get(f"rewards/{name}/std", 0) > 0
+              and m[f"rewards/{name}/mean"] > first[f"rewards/{name}/mean"]]
+    return [name for name in constant if name not in solved], solved
+
+
+def with_means(names, m):
+    return ", ".join(f"{name!r} {m[f'rewards/{name}/mean']:.4g}" for name in names)
 
 
 def signs_of_collapse(m, first):
@@ -112,9 +118,9 @@ def problems_of_rewards(m, cfg, first, groups):
                 f"zero_std_groups = {cfg.zero_std_groups!r} leaves no rollout, since the rewards "
                 "of each group are equal, whatever advantage returned: set 'keep'")
         return
-    constant = constant_rewards(m, first, cfg)
+    constant, _ = constant_rewards(m, first, cfg)
     if constant:
-        values = ", ".join(f"{name!r} {m[f'rewards/{name}/mean']:.4g}" for name in constant)
+        values = with_means(constant, m)
         are = "reward is" if len(constant) == 1 else "rewards are"
         yield "constant", (
             f"{len(constant)} of {len(cfg.reward_funcs)} {are} constant, so they teach nothing: "
@@ -347,6 +353,11 @@ def notes(m, cfg, earlier=(), warned=False):
         yield "solved", (
             f"all rewards are {m['reward_min']:.4g}: the task is solved, or the reward capped, so "
             "they teach nothing more; try a harder task")
+    _, some = constant_rewards(m, first, cfg)
+    if some and not solved:
+        yield "solved", (
+            f"of several rewards these are constant now, and higher than at first: "
+            f"{with_means(some, m)}: solved, or does the function return that for anything?")
     signs = signs_of_collapse(m, first) if has_risen(m, first) else []
     if signs:
         yield "one answer", (

@@ -216,7 +216,7 @@ class Settings(*settings_of_extras()):
     def door(self, name, default=None):
         """A door is a hook, or callback: the config file's function of this name, else the one that
         an extra's setting puts there, else the core's."""
-        if name in GIVEN and name in self.functions:    # not a reward of that name
+        if name in GIVEN and name in self.functions:    # a reward may be called as a variant's is
             return self.functions[name]
         for extra in type(self).__bases__:
             if hasattr(extra, "doors"):
@@ -401,6 +401,10 @@ def read_flag(flag):
 
 def use_functions(cfg):
     """Refuse a function that nothing uses; if it was imported, drop it."""
+    for name in (*cfg.reward_funcs, cfg.tracin_val_reward):
+        if name in GIVEN:
+            raise BadInput(f"reward_funcs, tracin_val_reward: {name!r} is the name of a hook "
+                           "(docs/doors.md): give the reward a different name")
     names = (*GIVEN, *cfg.reward_funcs, cfg.tracin_val_reward, "reward", "environment", "tools")
     for name, function in list(cfg.functions.items()):
         if name not in names and function not in cfg.tools.values():

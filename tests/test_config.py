@@ -164,6 +164,10 @@ def test_files_build_on_each_other_and_functions_are_rewards(write, monkeypatch,
     assert load_settings([one, "--reward_funcs=judge"]).reward_funcs == ("judge",)
     refuses(("'rewrd'", "'reward'"), one, "--reward_funcs=rewrd")
 
+    # a function with a task of its own would be that, and a reward
+    hook = write(CONSTANT.replace("reward", "objective").format(1), "hook.py")
+    refuses(("reward_funcs", "'objective'"), hook, "--reward_funcs=objective")
+
     monkeypatch.syspath_prepend(tmp_path)
     three = write("from base_of_a_test import *\nreward_funcs = ('length', 'reward')\n"
                   + CONSTANT.replace("reward", "length").format(3), "three.py")

@@ -288,6 +288,9 @@ def test_the_weights_of_the_project(tmp_path, monkeypatch):
     """They are found from anywhere, give their shape, and judge."""
     monkeypatch.chdir(tmp_path)
     cfg = load_settings([f"{ROOT}/config/toxicity.py"])
+    assert "texts" not in printed(load_policy, cfg)
+    cfg.functions["texts"] = lambda n, seed: ["learned from by policy = 'train' alone"] * n
+    assert "texts are ignored" in printed(load_policy, cfg)
     shape = load_policy(cfg)[0].config
     assert (shape.n_layer, shape.vocab_size) == (3, 2048)
     for judge in load_judges(cfg, CPU).values():

@@ -125,7 +125,7 @@ def test_half_a_last_line_of_a_log_is_left_out(tmp_path):
     rows = [{"a": "\u00fc\u2028"}, {"a": 2}]
     for cut in range(1, len(whole) + 1):
         log.write_bytes(whole[:cut])
-        done = whole[:cut].count(b"\n")
+        done = whole[:cut].count(b"}")      # an editor may leave out the last line's end
         assert read_log(log) == rows[:done], whole[:cut]
     log.write_bytes(b'{"a": 1}\n{"a":\n{"a": 3}\n')
     assert_refused("row 2", read_log, log)

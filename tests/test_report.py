@@ -359,7 +359,7 @@ def test_a_solved_task_is_noted_and_not_warned_of():
     assert not noted(from_the_start, first=from_the_start), "a constant reward is no success"
     assert list(found(from_the_start, PLAIN, first=from_the_start)) == ["equal"]
     several = EVERYTHING | {"rewards/b/std": 0.0, "rewards/b/mean": 1.0, "reward": 1.25}
-    assert not noted(several, FULL, first=EVERYTHING)
+    assert noted(several, FULL, first=EVERYTHING) == ["solved"]
     assert not found(several, FULL, first=EVERYTHING), "a reward of several that is solved"
 
 
