@@ -175,9 +175,10 @@ def load_policy(cfg, device="cpu", may_train=True):
             raise BadInput(f"chat_template_kwargs: policy = {cfg.policy!r} has no chat template")
         tokenizer.give_template(cfg.chat_template_kwargs)
 
-    # texts, and a shape in the settings, are only for "train": say so if they would be ignored
-    if "texts" in cfg.functions and cfg.policy != "train":
-        print(f"note: the config file's texts are ignored: policy = {cfg.policy!r}, and only "
+    # texts, and a shape in the settings, are only for "train": say so if they would be ignored.
+    # (A config file that names a policy may keep the texts that it was made of)
+    if "texts" in cfg.functions and cfg.policy == Settings.policy:
+        print(f"note: the config file's texts are ignored: policy = {cfg.policy!r}, its default; "
               "'train' learns from them")
     for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
         actual = getattr(policy.config, name)

@@ -291,6 +291,7 @@ def test_the_weights_of_the_project(tmp_path, monkeypatch):
     assert "texts" not in printed(load_policy, cfg)
     cfg.functions["texts"] = lambda n, seed: ["learned from by policy = 'train' alone"] * n
     assert "texts are ignored" in printed(load_policy, cfg)
+    assert "texts" not in printed(load_policy, load_settings([f"{ROOT}/config/lesson.py"]))
     shape = load_policy(cfg)[0].config
     assert (shape.n_layer, shape.vocab_size) == (3, 2048)
     for judge in load_judges(cfg, CPU).values():
