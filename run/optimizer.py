@@ -3,8 +3,8 @@
     def optimizer(named_parameters, learning_rate):         # [(name, parameter)], the setting
         return torch.optim.SGD([p for _, p in named_parameters], lr=learning_rate, momentum=0.9)
 
-Each is a torch.optim.Optimizer, or a subclass of yours. A list of optimizers steps as one: Muon for
-the matrices, say, and AdamW for the rest. Warm-up and decay scale each parameter group's rate from
+Each has param_groups, state, step, zero_grad, state_dict and load_state_dict, as in torch.optim. A
+list of optimizers steps as one: Muon for the matrices, say, and AdamW for the rest. Warm-up and decay scale each parameter group's rate from
 the value that the function set. An optimizer's whole state must be in its state_dict(), as tensors
 and plain numbers: a checkpoint saves that.
 """
@@ -38,9 +38,6 @@ class Several:
     def zero_grad(self, set_to_none=True):
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
-
-    def register_step_pre_hook(self, hook):
-        return self.optimizers[0].register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook):
         return self.optimizers[-1].register_step_post_hook(hook)

@@ -20,7 +20,6 @@ class Saver:
         self.cfg = cfg
         self.log = log
         self.base_hash = hash_of(setup.base)
-        setup.optimizer.register_step_pre_hook(self.step_begins)
 
     def save(self, iteration):
         save_checkpoint(self.folder, self.setup, self.cfg, iteration, self.log.num_tokens,
@@ -37,7 +36,7 @@ class Saver:
         self.seen = {i: list(groups) for i, groups in self.setup.seen.items()}
 
     def step_begins(self, *_):
-        """Called by the optimizer."""
+        """Called before each step: the weights will differ from the last whole iteration's."""
         self.has_stepped = True
 
     def keep_last(self):
