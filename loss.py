@@ -207,7 +207,7 @@ clipped_objective.clipped = clipped     # each objective brings its own clip met
 
 def objective_of(cfg):
     """clipped_objective, unless the config file or loss_type brings a different objective."""
-    return cfg.door("objective", clipped_objective)
+    return cfg.hook("objective", clipped_objective)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def aggregate(x, mask, step, cfg):
     """Sum of x (n, T) or (n, 1) over the tokens with loss, divided by the tokens of the step: ().
     A token counts the same, whatever row it stands in (DAPO)."""
     x = x * mask
-    if not cfg.door("divide"):
+    if not cfg.hook("divide"):
         return x.sum() / max(step.num_tokens, 1)
 
     # or divided as the config file, or loss_type, says
@@ -231,7 +231,7 @@ def aggregate(x, mask, step, cfg):
 
 def by_micro_batch(cfg):
     """Whether a micro-batch has a divisor of its own, so that it matters which rows are in it."""
-    return getattr(cfg.door("divide"), "by_micro_batch", False)
+    return getattr(cfg.hook("divide"), "by_micro_batch", False)
 
 
 def grpo_loss(logp, b, step, cfg):
@@ -248,11 +248,11 @@ def grpo_loss(logp, b, step, cfg):
     token_ratio = bounded(log_ratio).exp()                              # (n, T)
     ratio = token_ratio
     A = b.advantages.view(len(mask), -1)                                # (n, 1), or (n, T)
-    if importance := cfg.door("importance"):    # one for all tokens of a row
+    if importance := cfg.hook("importance"):    # one for all tokens of a row
         ratio = bounded(importance(log_ratio, mask, A)).exp()           # (n, 1)
 
     # the objective: the clipped one, unless the config file or loss_type brings its own
-    if not cfg.door("objective"):
+    if not cfg.hook("objective"):
         objective = clipped_objective(ratio, A, cfg)                    # (n, T) or (n, 1)
     else:
         objective = cfg.call("objective", ratio=ratio, logp=logp, A=A, old_logp=old_logp, mask=mask,
@@ -273,7 +273,7 @@ def grpo_loss(logp, b, step, cfg):
         kl = kl_estimate(logp, b.ref_logp.masked_fill(~mask, 0), cfg.kl_estimator)  # (n, T)
         corrected = kl * token_ratio                                                # (n, T)
         loss.kl_by_token = corrected.detach()       # the log has this one in any case
-        if not cfg.door("corrects_kl", True):       # k2, and use_bias_correction_kl = False
+        if not cfg.hook("corrects_kl", True):       # k2, and use_bias_correction_kl = False
             corrected = kl
         loss.kl = cfg.beta * aggregate(corrected, mask, step, cfg)
     return loss

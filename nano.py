@@ -9,7 +9,7 @@ On a CPU it gives the digits of config/toxicity.py --dtype=float32 (tests/test_n
 
 What it leaves out:
 Several steps on one batch, different losses and advantages are in grpo.py and loss.py.
-Prompts and rewards of your own come in by hooks of grpo.py, its doors: docs/doors.md.
+Prompts and rewards of your own come in by hooks of grpo.py: docs/hooks.md.
 Log files, checkpoints, resuming, warnings and more measurements are in run/.
 nano_tracin.py learns only from the rollouts that help a target; tracin.py has more of that.
 LoRA, a critic, several GPUs and published models are in extras/, a folder each.

@@ -9,7 +9,7 @@ On a CPU its digits are those of config/toxicity_tracin.py --dtype=float32 (test
 
 What it leaves out:
 Several steps on one batch, different losses and advantages are in grpo.py and loss.py.
-Prompts and rewards of your own come in by hooks of grpo.py, its doors: docs/doors.md.
+Prompts and rewards of your own come in by hooks of grpo.py: docs/hooks.md.
 Log files, checkpoints, resuming, warnings and more measurements are in run/.
 Different targets and selections are in tracin.py.
 LoRA, a critic, several GPUs and published models are in extras/, a folder each.

@@ -99,9 +99,9 @@ MISTAKES = [
          "x.sum() / max(step.num_rows, 1)"),
         ("dapo divides by positions", "x.sum() / max(step.num_tokens, 1)",
          "x.sum() / max(mask.numel(), 1)")),
-    *of("tracin.py", "test_doors.py::test_influence_is_right_for_a_loss_that_weighs_tokens",
+    *of("tracin.py", "test_hooks.py::test_influence_is_right_for_a_loss_that_weighs_tokens",
         ("a loss of one's own as one log-prob", " and not own_loss", "")),
-    *of("run/metrics.py", "test_doors.py::test_a_loss_of_ones_own_is_counted_as_it_says",
+    *of("run/metrics.py", "test_hooks.py::test_a_loss_of_ones_own_is_counted_as_it_says",
         ("a loss of one's own is not counted", 'getattr(objective_of(cfg), "clipped", lambda: {})',
          'getattr(objective_of(cfg), "clip", lambda: {})')),
     *of("extras/variants/loss_type/grpo.py", "test_algorithm.py::test_divisors_by_hand",
@@ -411,7 +411,7 @@ MISTAKES = [
          "        self.handles")),
 
     # test_influence.py
-    *of("common/doors.py", "test_influence.py::test_what_weigh_does_to_its_batch_stays_there",
+    *of("common/hooks.py", "test_influence.py::test_what_weigh_does_to_its_batch_stays_there",
         ("weigh takes columns away from a prompt",
          "[copy.deepcopy(prompt) for prompt in batch.prompts]", "batch.prompts")),
     *of("run/settings.py", "test_influence.py::"
@@ -618,7 +618,7 @@ MISTAKES = [
     *of("judge/scorer.py", "test_judge.py::test_bfloat16_ties_no_scores",
         ("a judge's last layer in bfloat16", "exact_linear(self.score, x[:, 0])",
          "self.score(x[:, 0])")),
-    *of("common/doors.py", "test_judge.py::test_a_reward_that_returns_something_else_is_named",
+    *of("common/hooks.py", "test_judge.py::test_a_reward_that_returns_something_else_is_named",
         ("a reward that is not finite is taken", " or not x.isfinite().all():", ":"),
         ("a reward for each completion but one", "if x.shape not in shapes or not", "if not")),
     *of("run/settings.py", "test_config.py::test_every_range_is_checked",
@@ -747,15 +747,15 @@ MISTAKES = [
     *of("run/after.py", "test_after.py::test_memory_is_what_a_checkpoint_gives_back",
         ("memory is another one after a stop", "json.loads(json.dumps(setup.memory))",
          "setup.memory")),
-    # test_doors.py
-    *of("common/doors.py", "test_doors.py::test_an_advantage_that_works_in_place_changes_no_log",
+    # test_hooks.py
+    *of("common/hooks.py", "test_hooks.py::test_an_advantage_that_works_in_place_changes_no_log",
         ("an advantage sorts the run's texts", "completions=list(batch.completions), scores",
          "completions=batch.completions, scores"),
         ("an advantage changes the run's scores", "scores=batch.scores.clone()",
          "scores=batch.scores")),
-    *of("docs/doors.md", "test_doors.py::test_best_of_n_imitates_the_best",
+    *of("docs/hooks.md", "test_hooks.py::test_best_of_n_imitates_the_best",
         ("page: best of n that nobody scored", "    is_best &= ~rewards.isnan() ", "    ")),
-    *of("run/saver.py", "test_doors.py::test_choose_is_told_a_failed_iteration_once",
+    *of("run/saver.py", "test_hooks.py::test_choose_is_told_a_failed_iteration_once",
         ("a failed iteration's rewards are told twice", "        self.setup.seen = self.seen\n",
          "")),
     # test_after.py
@@ -852,7 +852,7 @@ MISTAKES = [
         "on_and_goes",
         ("a run forgets what it began from", "name = saved_base(cfg) or cfg.policy",
          "name = cfg.policy")),
-    *of("common/doors.py",
+    *of("common/hooks.py",
         "test_inputs.py::test_an_advantage_that_writes_into_the_rollout_is_refused"
         "[batch.ref_logp.zero_()]",
         ("advantage writes into the rollout", "if x._version != versions[name]:", "if False:")),
@@ -1004,7 +1004,7 @@ MISTAKES = [
     *of("extras/step/influence.py", "test_debug_step.py::"
         "test_influence_is_the_runs_and_its_words_add_up[leave one out]",
         ("words with the own part that was left out",
-         'if coef is None or not recording.cfg.door("without_own_part"):', "if True:")),
+         'if coef is None or not recording.cfg.hook("without_own_part"):', "if True:")),
     *of("extras/step/influence.py", "test_debug_step.py::"
         "test_influence_is_the_runs_and_its_words_add_up[held out]",
         ("a step's target is averaged twice", "copy.copy(setup.target_average)",

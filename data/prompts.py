@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from common.doors import select_arguments
 from common.errors import BadInput, shown
 from common.files import ending_of, read_rows
+from common.hooks import select_arguments
 from common.processes import all_gather
 from common.seeds import seed_for
 from data.comments import as_text, field_of, load_splits

@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from common.doors import numbers, select_arguments
 from common.errors import BadInput, shown
+from common.hooks import numbers, select_arguments
 from common.processes import all_gather, shard
 from judge import reward_functions
 

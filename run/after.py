@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from common.doors import select_arguments
 from common.errors import BadInput, shown
+from common.hooks import select_arguments
 from common.processes import all_gather
 from loss import Batch
 from rollout import Rollout

@@ -125,7 +125,7 @@ def problems_of_rewards(m, cfg, first, groups):
         yield "constant", (
             f"{len(constant)} of {len(cfg.reward_funcs)} {are} constant, so they teach nothing: "
             f"{values}; check these functions and their weights, or drop them")
-    if getattr(cfg.door("advantage"), "by_score", False):
+    if getattr(cfg.hook("advantage"), "by_score", False):
         return      # it learns even from scores that cancel in the sum
     if m["reward_min"] == m["reward_max"]:
         if is_solved(m, first):
@@ -269,7 +269,7 @@ def problems_of_influence(m, cfg, dtype):
             "the target's rollouts are too few: the gradients of its two halves have cosine "
             f"{m['tracin/target_cosine']:.2f}; raise num_prompts, or tracin_val_prompts and "
             "tracin_val_size")
-    if m["tracin/self_share"] > 0.5 and is_small and not cfg.door("without_own_part"):
+    if m["tracin/self_share"] > 0.5 and is_small and not cfg.hook("without_own_part"):
         yield "self", (
             "the rollouts' own parts in the target add up to "
             f"{m['tracin/self_share']:.2f} times all influence: set tracin_leave_one_out = True")

@@ -189,7 +189,7 @@ class Log:
         """The greatest KL of the iterations so far. NaN where it cannot be compared with an
         evaluation's: the reference differs, sampling is truncated, or there are few iterations."""
         cfg = self.cfg
-        follows = cfg.door("follow") is not None
+        follows = cfg.hook("follow") is not None
         truncates = Sampling(eos=(), **cfg.sampling).truncates
         is_alike = 0.6 < cfg.temperature / cfg.eval_temperature < 1.6
         kls = [row["kl"] for row in self.rows if "kl" in row]       # with beta

@@ -13,7 +13,7 @@ from collections import Counter
 
 import torch
 
-from common.doors import select_arguments
+from common.hooks import select_arguments
 from common.processes import all_gather, all_reduce, shard
 from common.variants import variant
 from loss import losses, objective_of

@@ -53,7 +53,7 @@ def trainable(base, cfg):
 
 def reference_for(policy, base, cfg):
     """The reference: the base, or a copy of the policy if it will follow that."""
-    if cfg.door("follow"):
+    if cfg.hook("follow"):
         return copy.deepcopy(policy).requires_grad_(False)
     return base
 

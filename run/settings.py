@@ -7,7 +7,7 @@ A config file is Python that assigns names of Settings. Names that begin with _ 
 are ignored. A function (prompts, completions) that returns one number per completion can be a
 reward. Functions with a fixed name: reward, advantage (grpo.py), target, weigh (tracin.py), choose,
 questions (data/prompts.py), optimizer (run/optimizer.py), after (run/after.py), texts
-(extras/make), environment and the table `tools` (extras/environment). docs/doors.md lists their
+(extras/make), environment and the table `tools` (extras/environment). docs/hooks.md lists their
 arguments.
 
 The folder of a run is a config too: its config.json has all settings. It may be a stranger's, so
@@ -27,9 +27,9 @@ import types
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Literal
 
-from common.doors import select_arguments
 from common.errors import BadInput, shown
 from common.files import ROOT, read_json, read_text
+from common.hooks import select_arguments
 from common.kinds import (
     Above0, Decay, Fixed, Free, Harmless, Iterations, Live, Mark, Path, Positive, Range, Share,
     ShareAbove0, Temperature, Variant, at_least, parts_of)
@@ -39,7 +39,7 @@ from run.check import check
 from run.meanings import text_of_all
 
 # functions of a config file that are used by their name alone
-GIVEN = ("target", "weigh", "group", "texts", "questions", "choose", "advantage", "optimizer",
+HOOKS = ("target", "weigh", "group", "texts", "questions", "choose", "advantage", "optimizer",
          "after", "objective", "divide")
 
 
@@ -213,19 +213,19 @@ class Settings(*settings_of_extras()):
         """Whether the loss has a part that influence does not score."""
         return bool(self.kl_in_loss or self.entropy_coef or self.critic)
 
-    def door(self, name, default=None):
-        """A door is a hook, or callback: the config file's function of this name, else the one that
+    def hook(self, name, default=None):
+        """A hook (callback): the config file's function of this name, else the one that
         an extra's setting puts there, else the core's."""
-        if name in GIVEN and name in self.functions:    # a reward may be called as a variant's is
+        if name in HOOKS and name in self.functions:    # a reward may be called as a variant's is
             return self.functions[name]
         for extra in type(self).__bases__:
-            if hasattr(extra, "doors"):
-                default = extra.doors(self).get(name, default)
+            if hasattr(extra, "hooks"):
+                default = extra.hooks(self).get(name, default)
         return default
 
     def call(self, name, default=None, **offered):
-        """Call the function of a door with the arguments it takes, by name."""
-        function = self.door(name, default)
+        """Call the function of a hook with the arguments it takes, by name."""
+        function = self.hook(name, default)
         return function(**select_arguments(name, function, offered))
 
     def for_target(self):
@@ -295,9 +295,9 @@ ELSEWHERE = {
     "num_train_epochs": "max_iters, which counts iterations of num_prompts prompts",
     "max_prompt_length": "what the policy's positions leave beside max_completion_length",
     "max_length": "max_completion_length, without the prompt",
-    "kl_target": "beta, which a function `after` adapts (docs/doors.md)",
-    "target_kl": "max_iters, which a function `after` sets (docs/doors.md)",
-    "adaptive_kl": "beta, which a function `after` adapts (docs/doors.md)",
+    "kl_target": "beta, which a function `after` adapts (docs/hooks.md)",
+    "target_kl": "max_iters, which a function `after` sets (docs/hooks.md)",
+    "adaptive_kl": "beta, which a function `after` adapts (docs/hooks.md)",
     "tracin=seqloss-lastadv": "tracin = 'advantage'",
     "tracin=seqloss-reward": "tracin = 'reward'",
     "tracin=seqloss_lastadv": "tracin = 'advantage'",
@@ -402,10 +402,10 @@ def read_flag(flag):
 def use_functions(cfg):
     """Refuse a function that nothing uses; if it was imported, drop it."""
     for name in (*cfg.reward_funcs, cfg.tracin_val_reward):
-        if name in GIVEN:
+        if name in HOOKS:
             raise BadInput(f"reward_funcs, tracin_val_reward: {name!r} is the name of a hook "
-                           "(docs/doors.md): give the reward a different name")
-    names = (*GIVEN, *cfg.reward_funcs, cfg.tracin_val_reward, "reward", "environment", "tools")
+                           "(docs/hooks.md): give the reward a different name")
+    names = (*HOOKS, *cfg.reward_funcs, cfg.tracin_val_reward, "reward", "environment", "tools")
     for name, function in list(cfg.functions.items()):
         if name not in names and function not in cfg.tools.values():
             is_theirs = getattr(function, "__module__", None) == DEFINED_HERE

@@ -123,7 +123,7 @@ def prepare(cfg, inputs):
     policy = trainable(inputs.base, cfg)
 
     # the reference, near which beta * KL keeps the policy; the optimizer; an average of targets
-    average = cfg.door("average")
+    average = cfg.hook("average")
     setup = Setup(
         **vars(inputs), policy=policy, reference=reference_for(policy, inputs.base, cfg),
         optimizer=make_optimizer(policy, cfg),

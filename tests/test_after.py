@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import grpo
-import run.after as door
+import run.after as hook
 from common.files import read_json
 from grpo import collect, collect_iteration, update
 from loss import Batch
@@ -160,7 +160,7 @@ def after_once(after, **knobs):
     cfg = cfg_with(after, **knobs)
     setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
     batch = collect_iteration(setup, 0, cfg)
-    door.after_iteration(setup, 0, cfg, batch, {})
+    hook.after_iteration(setup, 0, cfg, batch, {})
     return setup, cfg, batch
 
 
@@ -181,7 +181,7 @@ def test_what_after_does_wrong_is_refused(after, named):
 
 def test_all_processes_go_on_with_what_rank_0_has_made(monkeypatch):
     theirs = {"beta": .3}, {"calls": 7}, [True] * 4 + [False] * 12
-    monkeypatch.setattr(door, "all_gather", lambda mine: [theirs, *mine])
+    monkeypatch.setattr(hook, "all_gather", lambda mine: [theirs, *mine])
     setup, cfg, batch = after_once(sets("beta", .2))
     assert cfg.beta == .3 and setup.memory == {"calls": 7}
     assert setup.replay.completions == batch.completions[:4], "each process replays its own"
@@ -215,7 +215,7 @@ def replayed_world(**knobs):
     setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS, lr=.05)
     first = collect_iteration(setup, 0, cfg)
     update(setup, first, None, replace(cfg, tracin="off"), 3)
-    door.after_iteration(setup, 0, cfg, first, {})
+    hook.after_iteration(setup, 0, cfg, first, {})
     return setup, cfg, collect_iteration(setup, 1, cfg)
 
 

@@ -290,7 +290,7 @@ def test_the_target_is_averaged_over_steps():
     agree(batches[1].influence, g @ expected, "influences on the average")
 
     # it starts again where the target points elsewhere
-    average = cfg.door("average")(cfg_of(tracin_target_ema=.5))
+    average = cfg.hook("average")(cfg_of(tracin_target_ema=.5))
     for g, expected, share in (([1.0, 0], [1, 0], 1), ([0.0, 1], [1 / 3, 2 / 3], 2 / 3),
                                ([-9.0, -9], [-9, -9], 1)):
         found, of_newest = average.update({0: torch.tensor(g)})

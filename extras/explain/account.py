@@ -190,7 +190,7 @@ def replay(setup, cfg, start, since, end, folder):
                 steps.append(run_step(setup, cfg, it, batch, step, float(norm), decay))
 
         grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), watch=watch)
-        if follow := cfg.door("follow"):
+        if follow := cfg.hook("follow"):
             follow(setup, it + 1, cfg)
         if progress.is_due():
             progress.show(it + 1)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils import vector_to_parameters
 
 from common.device import full_precision
-from common.doors import target_number
+from common.hooks import target_number
 from common.progress import Progress
 from common.seeds import seed_for
 from extras.explain.account import exact, flat, gradient, stored

@@ -37,7 +37,7 @@ def print_setup(setup, cfg):
           f"{setup.device}")
     if not cfg.beta:
         print("  reference: none, since beta = 0")
-    elif cfg.door("follow"):
+    elif cfg.hook("follow"):
         print(f"  reference: follows the policy every {cfg.ref_model_sync_steps} iterations")
     else:
         print("  reference: the policy before training, frozen")
@@ -119,7 +119,7 @@ def print_advantages(batch, cfg):
     if cfg.kl_in_reward:
         rewards = rewards - cfg.beta * batch.kl.sum(1).cpu()
         print("  beta * KL is taken off these rewards, as in the advantages")
-    if advantage := cfg.door("advantage"):
+    if advantage := cfg.hook("advantage"):
         print(f"  {advantage.__name__}() gives the advantages; the divisors below are not used")
     G = cfg.num_generations
     for i, (r, A) in enumerate(zip(rewards.view(-1, G), batch.row_advantages.view(-1, G))):

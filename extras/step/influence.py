@@ -19,7 +19,7 @@ from tracin import find_influence, record
 def scored_against(recording, scores, row):
     """{parameter: tensor}: the gradient that a row was scored against."""
     direction, coef, scale = scores.direction
-    if coef is None or not recording.cfg.door("without_own_part"):
+    if coef is None or not recording.cfg.hook("without_own_part"):
         return direction
     own = recording.tape.gradient(torch.arange(len(coef), device=coef.device) == row)
     return {p: g - coef[row] * scale.get(p, 1) * own[p] for p, g in direction.items()}

@@ -39,7 +39,7 @@ class VariantSettings:
     # all: the kept gradient as it is; norm: made as long as the gradient of all rollouts
     tracin_normalizer: Literal["all"] | Variant = "all"
 
-    def doors(self):
+    def hooks(self):
         """{name: what stands there in place of the core's}."""
         found = {}
         if self.delta is not None:
@@ -85,7 +85,7 @@ class VariantSettings:
         one_step = self.mini_batch_size in (0, self.num_prompts * self.num_generations)
         # advantages, or weights of a loss, that may be one for each token
         by_token = self.critic or {"advantage", "objective", "divide"} & set(self.functions)
-        is_multiple = one_step and not self.door("policy_tokens") and not by_token
+        is_multiple = one_step and not self.hook("policy_tokens") and not by_token
         return self.tracin in ("off", "self") or is_multiple and self.tracin != "target"
 
     def rules(self):
@@ -96,7 +96,7 @@ class VariantSettings:
         yield self.delta is not None and self.loss_type in ("cispo", "sapo"), (
             f"delta = {self.delta}: bounds the clipped objective, and loss_type = "
             f"{self.loss_type!r} has a different one")
-        for name in sorted(self.doors().keys() & self.functions.keys()):
+        for name in sorted(self.hooks().keys() & self.functions.keys()):
             yield True, (f"{name}: the config file has this function, and a setting puts another "
                          "in its place (loss_type, delta, multi_objective_aggregation): keep one")
         yield self.ref_model_sync_steps and not self.beta, (

@@ -1,5 +1,5 @@
 """Losses by name: each file of this folder, of functions that a config file may have, too
-(docs/doors.md)."""
+(docs/hooks.md)."""
 from importlib import import_module
 from pkgutil import iter_modules
 

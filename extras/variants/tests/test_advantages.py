@@ -1,4 +1,4 @@
-"""GDPO: scores that are normalised before they are summed. MaxRL: tests/test_doors.py. Resampling:
+"""GDPO: scores that are normalised before they are summed. MaxRL: tests/test_hooks.py. Resampling:
 test_resample.py."""
 from types import SimpleNamespace
 

@@ -43,5 +43,5 @@ def test_settings_that_do_not_go_together_are_refused(names, flags):
 def test_only_cispo_detaches_a_factor():
     """An account must know it."""
     for loss_type in variants_of("loss_type"):
-        objective = Settings(loss_type=loss_type, epsilon_high=3.0).door("objective")
+        objective = Settings(loss_type=loss_type, epsilon_high=3.0).hook("objective")
         assert getattr(objective, "detaches", False) == (loss_type == "cispo"), loss_type

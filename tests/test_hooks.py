@@ -1,6 +1,6 @@
 """What a config file can change: prompts, weights of rollouts, the optimizer, the divisor. Each
 does what it says, goes on after a stop with the same bits, and is refused by name where it cannot
-work. The examples are those of docs/doors.md."""
+work. The examples are those of docs/hooks.md."""
 import glob
 import math
 from dataclasses import replace
@@ -11,12 +11,12 @@ import torch
 import grpo
 from common.files import ROOT
 from grpo import collect, collect_iteration, group_advantages, prepare, try_functions, update
-from run.settings import GIVEN, load_settings
+from run.settings import HOOKS, load_settings
 from worlds import (
     WORD_PROMPTS, WORDS, assert_near, assert_refused, gradient, inputs_of, letters, read_rows,
     refusal, setup_of, skip_for, skip_without, steps_of, untimed_metrics, word_gpt, words, world)
 
-PAGE = open(f"{ROOT}/docs/doors.md", encoding="utf-8").read()
+PAGE = open(f"{ROOT}/docs/hooks.md", encoding="utf-8").read()
 EXAMPLES = [code.removeprefix("python\n") for code in PAGE.split("```")[1::2]]
 
 
@@ -85,7 +85,7 @@ def test_maxrl_refuses_what_has_no_mean_to_divide_by():
 
 
 def test_a_reward_may_have_the_name_of_what_only_variants_replace():
-    """Those places are not doors of a config file: the reward would be called there."""
+    """Those places are not hooks of a config file: the reward would be called there."""
     names = ("importance", "average", "direction", "normalizer", "policy_tokens", "follow",
              "targets")
     cfg = words(letters, tracin="self")
@@ -331,7 +331,7 @@ def test_choose_is_not_told_the_rewards_of_other_prompts(run_own):
 
 CONFIGS = [code.removeprefix("python\n") for path in sorted(glob.glob(f"{ROOT}/docs/*.md"))
            for code in open(path, encoding="utf-8").read().split("```")[1::2]
-           if code.startswith("python\n") and any(f"def {name}(" in code for name in GIVEN)]
+           if code.startswith("python\n") and any(f"def {name}(" in code for name in HOOKS)]
 ABSTAINS = """
 def reward(completions):
     return [None if i % 3 == 0 or i < 4 else float(len(t)) for i, t in enumerate(completions)]

@@ -1,7 +1,7 @@
 """
-Doors: functions of the config file (hooks, or callbacks) that the project calls in place of its
-own, such as `advantage` and `target`. Here is what they are given, and what they may return.
-docs/doors.md lists them. A batch is a loss.Batch.
+Hooks: functions of the config file that the project calls in place of its own, such as `advantage`
+and `target`. Here is what they are given, and what they may return. docs/hooks.md lists them. A
+batch is a loss.Batch.
 """
 import copy
 import inspect
