@@ -17,11 +17,9 @@ class Range(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-# may it differ when a run goes on? Free: yes. Harmless: with --resume=True, and in tracin.py RUN.
-# No mark: with --resume=True. Fixed: never, since the weights would not fit. Live: the config
-# file's `after` may set it within a run
+# may it differ when a run goes on? Free: yes. No mark: with --resume=True. Fixed: never, since the
+# weights would not fit. Live: the config file's `after` may set it within a run
 Free = Annotated[T, Mark("free")]
-Harmless = Annotated[T, Mark("harmless")]
 Fixed = Annotated[T, Mark("fixed")]
 Live = Annotated[T, Mark("live")]
 Path = Annotated[str, Mark("path")]         # ~ at its beginning is the home folder

@@ -31,7 +31,7 @@ from common.errors import BadInput, shown
 from common.files import ROOT, read_json, read_text
 from common.hooks import select_arguments
 from common.kinds import (
-    Above0, Decay, Fixed, Free, Harmless, Iterations, Live, Mark, Path, Positive, Range, Share,
+    Above0, Decay, Fixed, Free, Iterations, Live, Mark, Path, Positive, Range, Share,
     ShareAbove0, Temperature, Variant, at_least, parts_of)
 from common.variants import variants_of
 from rollout import Sampling
@@ -57,7 +57,7 @@ class Settings(*settings_of_extras()):
     # iterations; each samples num_prompts * num_generations completions
     max_iters: Live[Iterations] = 100
     seed: int = 1                       # of prompts and sampling; the evaluation has its own
-    device: Harmless[str] = "auto"      # auto: cuda if there is one, else cpu
+    device: Free[str] = "auto"          # auto: cuda if there is one, else cpu
     # forward passes, also in pretraining. auto: bfloat16 on GPUs that have it; fast: also on CPUs
     # that have it
     dtype: Literal["auto", "fast", "float32", "bfloat16"] = "auto"
@@ -68,7 +68,7 @@ class Settings(*settings_of_extras()):
     # seldom
     threads: Free[int] = 0              # on a CPU; 0: torch's choice. Results depend on it
     # iterations between checkpoints; the last one is always saved
-    save_interval: Harmless[Positive] = 10
+    save_interval: Free[Positive] = 10
     keep_checkpoints: Free[int] = 2     # the newest ones, two at least; 0: all
     log_micro: Free[bool] = True        # numbered lines with memory and time (waits for a GPU)
     debug_step: bool = False            # take one GRPO step apart, print every number, stop
@@ -113,7 +113,7 @@ class Settings(*settings_of_extras()):
     top_k: int = 0                      # sample from the k likeliest tokens; 0: off
     min_p: Share = 0.0                  # from tokens this likely beside the likeliest; 0: off
     # rows decoded at once, in whole groups; 0: all. Memory only
-    decode_batch_size: Harmless[int] = 0
+    decode_batch_size: Free[int] = 0
 
     # reward and advantage
     reward_funcs: tuple | None = None   # "judge" and functions; None: the function reward, or judge
@@ -151,7 +151,7 @@ class Settings(*settings_of_extras()):
     # seldom
     warmup_iters: int = 0               # linear; the first has 1 / warmup_iters of the rate
     # recompute blocks in the backward: less memory, slower
-    activation_checkpointing: Harmless[bool] = False
+    activation_checkpointing: Free[bool] = False
     adam_beta1: Decay = 0.9             # decay of AdamW's mean of gradients
     adam_beta2: Decay = 0.99            # decay of AdamW's mean of squared gradients
     adam_eps: Above0 = 1e-8             # of AdamW, added to that mean's root
@@ -171,13 +171,13 @@ class Settings(*settings_of_extras()):
     tracin_val_reward: str | None = None
 
     # evaluation: same prompts and seed each time, without top-k, top-p and min-p
-    eval_interval: Harmless[int] = 50   # iterations; 0: only before and after
+    eval_interval: Free[int] = 50       # iterations; 0: only before and after
     num_eval_prompts: Positive = 64     # held-out prompts, the same each time
-    expect_rise: Harmless[float] = 0.0  # exit code 1 unless the reward rises by this; 0: no verdict
+    expect_rise: Free[float] = 0.0      # exit code 1 unless the reward rises by this; 0: no verdict
     # seldom
     eval_temperature: Temperature = 1.0     # of its sampling; training has another
     # completions of each; 25 as in RealToxicityPrompts
-    num_eval_generations: Harmless[Positive] = 25
+    num_eval_generations: Positive = 25
 
     # what the config file brings along; not settings
     functions: dict = field(default_factory=dict, repr=False)
@@ -267,7 +267,7 @@ PARTS = {x.name: parts_of(x.type) for x in fields(Settings) if x.repr}
 
 
 def settings_that_are(kind):
-    """Names of the settings with a mark: "free", "harmless", "fixed", "live" (common/kinds.py)."""
+    """Names of the settings with a mark: "free", "fixed", "live" (common/kinds.py)."""
     return [name for name, parts in PARTS.items() if Mark(kind) in parts]
 
 
@@ -469,7 +469,7 @@ def listed(settings):
     """The settings of a class with their comments, as its source has them."""
     text = inspect.getsource(settings).partition(":\n")[2]
     text = re.split(r"\n+    (?:def |# what the config file brings)", text)[0]
-    return re.sub(r"\b(?:Free|Harmless|Fixed|Live)\[(.+?)\] =", r"\1 =", textwrap.dedent(text))
+    return re.sub(r"\b(?:Free|Fixed|Live)\[(.+?)\] =", r"\1 =", textwrap.dedent(text))
 
 
 def usage(which=""):

@@ -14,7 +14,7 @@ from extras.explain.account import flat, parts_of
 from loss import by_micro_batch
 from run.checkpoint import changed_settings, checkpoints, iterations_of, load_checkpoint
 from run.inputs import changed_inputs, what_was_read
-from run.settings import read_run, settings_that_are
+from run.settings import read_run
 
 MOST_OFF = 0.1      # of the change: how far a replay may be from the run
 # CPU time, where a rollout that the run samples and learns from takes 1 (config/toxicity.py)
@@ -39,10 +39,11 @@ def check_run(setup, cfg, folder, path, last):
     if "after" in cfg.functions:
         raise BadInput("after: changes the loop between iterations, and an account repeats it as "
                        f"the settings of {folder} have it")
-    harmless = settings_that_are("harmless")
+    harmless = ["num_eval_generations"]
+    if not by_micro_batch(cfg):
+        harmless.append("micro_batch_size")
     for name, (was, now) in changed_settings(last["settings"], cfg).items():
-        is_harmless = name in harmless or name == "micro_batch_size" and not by_micro_batch(cfg)
-        if not is_harmless:
+        if name not in harmless:
             raise BadInput(f"{name} = {now!r}: must be {was!r} as in {path}, whose run is repeated")
     # what the names stand for
     inputs = changed_inputs(last["has_read"], what_was_read(setup, cfg))
