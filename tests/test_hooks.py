@@ -13,8 +13,9 @@ from common.files import ROOT
 from grpo import collect, collect_iteration, group_advantages, prepare, try_functions, update
 from run.settings import HOOKS, load_settings
 from worlds import (
-    WORD_PROMPTS, WORDS, assert_near, assert_refused, gradient, inputs_of, letters, read_rows,
-    refusal, setup_of, skip_for, skip_without, steps_of, untimed_metrics, word_gpt, words, world)
+    WORD_PROMPTS, WORDS, assert_near, assert_refused, gradient, inputs_of, letters, printed,
+    read_rows, refusal, setup_of, skip_for, skip_without, steps_of, untimed_metrics, word_gpt, words,
+    world)
 
 PAGE = open(f"{ROOT}/docs/hooks.md", encoding="utf-8").read()
 EXAMPLES = [code.removeprefix("python\n") for code in PAGE.split("```")[1::2]]
@@ -376,6 +377,13 @@ def test_best_of_n_imitates_the_best():
     mask = batch.loss_mask[best]
     loss = -((logp * mask).sum(1) / mask.sum(1)).sum() / 16
     assert_near(step, gradient(loss, other.trained), 1e-6)
+
+
+def test_the_example_of_another_algorithm_is_a_command(tiny):
+    (names,) = examples("best_of_n")
+    rows = printed(names["main"], [*tiny.flags, *tiny.judges, "--max_iters=2"]).splitlines()
+    assert [row.split()[0] for row in rows[-2:]] == ["0", "1"]
+    assert all(math.isfinite(float(row.split()[1])) for row in rows[-2:])
 
 
 # ------------------------------------------------------------------------------------------------
