@@ -14,8 +14,8 @@ from grpo import collect, collect_iteration, group_advantages, prepare, try_func
 from run.settings import HOOKS, load_settings
 from worlds import (
     WORD_PROMPTS, WORDS, assert_near, assert_refused, gradient, inputs_of, letters, printed,
-    read_rows, refusal, setup_of, skip_for, skip_without, steps_of, untimed_metrics, word_gpt, words,
-    world)
+    read_rows, refusal, setup_of, skip_for, skip_without, steps_of, untimed_metrics, word_gpt,
+    words, world)
 
 PAGE = open(f"{ROOT}/docs/hooks.md", encoding="utf-8").read()
 EXAMPLES = [code.removeprefix("python\n") for code in PAGE.split("```")[1::2]]
