@@ -845,9 +845,9 @@ MISTAKES = [
         "test_inputs.py::test_what_an_optimizer_counts_in_its_groups_goes_on",
         ("what an optimizer counts begins anew", "groups = [was | rate for", "groups = [rate for")),
     *of("run/inputs.py",
-        "test_inputs.py::test_another_file_of_the_same_name_is_said_and_not_compared"
-        "[evaluation]",
-        ("two sets of prompts are compared", 'if row["iteration"] > last]', "]")),
+        "test_inputs.py::test_another_file_of_the_same_name_is_said_and_no_warning_compares"
+        "[config]",
+        ("a warning compares two different rewards", 'if row["iteration"] > last]', "]")),
     *of("run/policy.py", "test_inputs.py::test_a_run_goes_on_when_the_run_that_it_began_from_moves_"
         "on_and_goes",
         ("a run forgets what it began from", "name = saved_base(cfg) or cfg.policy",

@@ -236,9 +236,8 @@ def say_changes(setup, content, cfg):
     for name, (old, new) in inputs.items():
         versions = f": {old} -> {new}" if name in ("device", "dtype", "torch", "threads") else ""
         print(f"resumed with different {name}{versions}")
-    everything = changed | inputs | ({"max_iters": longer} if longer else {})
     setup.changes += [[content["iteration"], name, old, new]
-                      for name, (old, new) in everything.items()]
+                      for name, (old, new) in (changed | inputs).items()]
 
 
 def say_groups(fresh, loaded):

@@ -10,7 +10,7 @@ from common.processes import all_gather, rank_and_size
 from rollout import Sampling
 from run.checkpoint import append_rows
 from run.flags import problems_of_evaluation, times_the_median
-from run.inputs import OF_EVALUATION, OF_ITERATION, since_change
+from run.inputs import since_change
 from run.metrics import batch_metrics, num_tokens, rollout_toxicity
 from run.report import (
     Warned, print_influence, print_iteration, print_phases, print_warnings, reward_of)
@@ -113,16 +113,16 @@ class Log:
         self.start = done or 0
         self.num_tokens = num_tokens
         if done is not None:
-            self.rows = self.comparable("metrics.jsonl", OF_ITERATION)
-            evaluations = self.comparable("eval.jsonl", OF_EVALUATION)
+            self.rows = self.comparable("metrics.jsonl")
+            evaluations = self.comparable("eval.jsonl")
             self.first_evaluation = evaluations[0] if evaluations else None
         name = os.path.basename(folder)
         self.wandb.tell("init", project=self.cfg.wandb_project, name=name, config=self.cfg.public())
 
-    def comparable(self, log, names):
-        """The rows of a log that later ones can be compared with, NaN where a value is missing.
-        names: of run/inputs.py."""
-        rows, _ = since_change(read_log(f"{self.folder}/{log}"), self.setup.changes, names)
+    def comparable(self, log):
+        """The rows of a log that later ones can be compared with: those since settings or files
+        have changed. NaN where a value is missing."""
+        rows = since_change(read_log(f"{self.folder}/{log}"), self.setup.changes)
         return [{name: math.nan if x is None else x for name, x in row.items()} for row in rows]
 
     def has_evaluation(self, done):

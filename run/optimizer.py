@@ -4,9 +4,9 @@
         return torch.optim.SGD([p for _, p in named_parameters], lr=learning_rate, momentum=0.9)
 
 Each has param_groups, state, step, zero_grad, state_dict and load_state_dict, as in torch.optim. A
-list of optimizers steps as one: Muon for the matrices, say, and AdamW for the rest. Warm-up and decay scale each parameter group's rate from
-the value that the function set. An optimizer's whole state must be in its state_dict(), as tensors
-and plain numbers: a checkpoint saves that.
+list of optimizers steps as one: Muon for the matrices, say, and AdamW for the rest. Warm-up and
+decay scale each parameter group's rate from the value that the function set. An optimizer's whole
+state must be in its state_dict(), as tensors and plain numbers: a checkpoint saves that.
 """
 import io
 import math

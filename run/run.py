@@ -12,7 +12,7 @@ from common.signals import interrupts
 from run.checkpoint import begin_logs, resume, write_run_config
 from run.evaluation import evaluate
 from run.folder import claimed_folder
-from run.inputs import OF_EVALUATION, since_change, what_was_read
+from run.inputs import what_was_read
 from run.log import MOST_UNSCORED, Log
 from run.metrics import kl_grad_share
 from run.policy import save_base
@@ -166,21 +166,18 @@ class Run:
         if rank_and_size()[0] > 0:
             return
 
-        # the first evaluation beside the last one, if both measure the same
-        rows, why = since_change(
-            read_log(f"{self.folder}/eval.jsonl"), self.setup.changes, OF_EVALUATION)
-        if why:
-            print(f"\nnot compared with the evaluations before: {', '.join(why)} changed; python "
-                  f"evaluate.py {self.folder} measures before and after alike")
-        if len(rows) > 1 or not why:
-            print_table(rows)
+        # the first evaluation beside the last one: do both measure the same?
+        rows = read_log(f"{self.folder}/eval.jsonl")
+        print_table(rows)
+        changes = [f"{name} (after iteration {done})" for done, name, *_ in self.setup.changes]
+        if changes:
+            print(f"\nchanged between them: {', '.join(changes)}. Where that changes what is "
+                  f"measured, python evaluate.py {self.folder} measures before and after alike")
         self.log.warned.repeat()
         print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt_*.pt",
               flush=True)
         self.log.wandb.tell("finish")
         try:
-            if self.cfg.expect_rise and len(rows) < 2:
-                raise SystemExit("verdict: none, since no two evaluations measure the same")
             if self.cfg.expect_rise:
                 print_verdict(rows, self.cfg, read_log(f"{self.folder}/metrics.jsonl"))
         finally:    # a run that was killed before this prints the table when it is started again

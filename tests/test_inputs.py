@@ -1,6 +1,6 @@
 """
-A run and its inputs: what it has read is kept by its content, so that a file, a run or code that
-becomes another one under the same name is said, and never compared with what it was before. What an
+A run and its inputs: what it has read is kept by its content, so that a file or a run that becomes
+another one under the same name is said, and warnings never compare with what it was before. What an
 optimizer counts, and the policy that a run began from, outlive an interruption.
 """
 import os
@@ -9,13 +9,13 @@ import re
 import shutil
 import subprocess
 import sys
+import sys
 
 import pytest
 import torch
 
 from common.files import ROOT, load_file, save_file
 from run.checkpoint import newest_checkpoint
-from run.inputs import of_functions
 from run.policy import load_policy
 from run.settings import load_settings
 from worlds import assert_refused, read_rows, untimed_metrics
@@ -39,20 +39,19 @@ def start(run_grpo, tiny):
     return lambda folder, *argv: run_grpo(folder, f"--policy={tiny.policy}", *argv)
 
 
+def config_of(folder, score):
+    """The text of a config file with the prompts in a folder. score: of a completion t."""
+    return (f"prompts, eval_prompts = {str(folder / 'pp.txt')!r}, {str(folder / 'pe.txt')!r}\n"
+            f"def reward(prompts, completions): return [{score} for t in completions]\n")
+
+
 @pytest.fixture
 def files(tmp_path):
-    """Prompts, evaluation prompts and a config file whose reward imports a module."""
+    """Prompts, evaluation prompts and a config file."""
     (tmp_path / "pp.txt").write_text("I am\nyou are so\nwhat\nthe end of it\n")
     (tmp_path / "pe.txt").write_text("they said\nwe will\nmy dog\nthe page\n")
-    (tmp_path / "letters_e.py").write_text("def score(text): return text.count('e')\n")
-    (tmp_path / "own.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
-        "from letters_e import score as _score\n"
-        f"prompts, eval_prompts = {str(tmp_path / 'pp.txt')!r}, {str(tmp_path / 'pe.txt')!r}\n"
-        "def reward(prompts, completions): return [float(_score(t)) for t in completions]\n")
-    yield tmp_path
-    sys.modules.pop("letters_e", None)
-    sys.path[:] = [path for path in sys.path if path != str(tmp_path)]
+    (tmp_path / "own.py").write_text(config_of(tmp_path, "float(t.count('e'))"))
+    return tmp_path
 
 
 # ------------------------------------------------------------------------------------------------
@@ -205,41 +204,31 @@ def said(text):
     return [line for line in text.splitlines() if line.startswith("resumed with")]
 
 
-def has_table(text):
-    return "after/before" in text
-
-
-@pytest.mark.parametrize("name, content, what, compares", [
-    ("pp.txt", "idiots like\nshut up you\nstupid\ngo on\n", "prompts", True),
-    ("pe.txt", "idiots like\nshut up you\nstupid\ngo on\n", "eval_prompts", False),
-    ("letters_e.py", "def score(text): return -3 * text.count('a')\n", "letters_e.py", False)],
-    ids=["prompts", "evaluation", "code"])
-def test_another_file_of_the_same_name_is_said_and_not_compared(
-        name, content, what, compares, start, files):
+@pytest.mark.parametrize("name, content, what", [
+    ("pp.txt", "idiots like\nshut up you\nstupid\ngo on\n", "prompts"),
+    ("pe.txt", "idiots like\nshut up you\nstupid\ngo on\n", "eval_prompts"),
+    ("own.py", "t.count('e') - 100.0", "text of the config file")],
+    ids=["prompts", "evaluation", "config"])
+def test_another_file_of_the_same_name_is_said_and_no_warning_compares(
+        name, content, what, start, files):
     start(files / "run", *OWN, str(files / "own.py"), "--max_iters=2")
-    (files / name).write_text(content)
-    sys.modules.pop("letters_e", None)
-    shutil.rmtree(files / "__pycache__", ignore_errors=True)    # of the same second and size
+    (files / name).write_text(config_of(files, content) if name == "own.py" else content)
     text = goes_on(start, files)
     lines = said(text)
     assert len(lines) == 1 and what in lines[0], f"said: {lines}"
-    assert has_table(text) == compares, "a ratio of two different evaluations, or none of one"
-    if not compares:
-        assert "fell" not in text, "two evaluations are compared"
-        assert re.search(f"not compared.*{what}", text), "nothing says why there is no table"
+    between = rf"\nchanged between them: {what} \(after iteration 2\)"
+    assert re.search(between, text), "the table compares two different things, and nothing says so"
+    assert "fell" not in text, "a warning compares two different rewards"
 
     # it compares again what it has measured since then
     text = goes_on(start, files, "--max_iters=4")
-    assert not said(text) and has_table(text)
-    if not compares:
-        assert "iterations 3 and 4" in text, "the table begins before the change"
+    assert not said(text) and re.search(between, text)
 
 
-def test_other_settings_of_the_evaluation_are_not_compared(start, files):
+def test_other_settings_of_the_evaluation_are_said_below_the_table(start, files):
     start(files / "run", *OWN, str(files / "own.py"), "--max_iters=2")
     text = goes_on(start, files, "--eval_temperature=0.5")
-    assert len(said(text)) == 1 and not has_table(text)
-    assert re.search("not compared.*eval_temperature", text)
+    assert len(said(text)) == 1 and "changed between them: eval_temperature" in text
 
 
 def test_another_judge_of_the_same_name_is_said(start, tiny, files):
@@ -252,17 +241,8 @@ def test_another_judge_of_the_same_name_is_said(start, tiny, files):
     content["model"]["score.bias"] += 1
     save_file(str(judge), "judge", **content)
     text = start(files / "run", *flags, "--max_iters=2", "--resume=True")
-    assert said(text) == ["resumed with different weights of judge"] and not has_table(text)
-
-
-def test_functions_of_a_config_are_compared_and_its_settings_are_not():
-    text = ("beta, seed = 0.1, 3\nmax_iters = 4\n# a\n_k = 3\n"
-            "def reward(completions):\n    return 1\n")
-    same = text.replace("0.1", "0.2").replace("4", "5").replace("# a", "# b")
-    assert of_functions(text) == of_functions(same)
-    for old, new in (("_k = 3", "_k = 4"), ("return 1", "return 2")):
-        assert of_functions(text) != of_functions(text.replace(old, new)), f"{new} is not seen"
-    assert of_functions(None) == of_functions("")
+    assert said(text) == ["resumed with different weights of judge"]
+    assert "changed between them: weights of judge" in text
 
 
 # ------------------------------------------------------------------------------------------------

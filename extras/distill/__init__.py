@@ -36,12 +36,11 @@ def load_teacher(name, setup, cfg):
 
 def note_teacher(setup, what, digest):
     """Keep the teacher's hash in checkpoints, and say if the run had a different teacher before."""
-    before = setup.has_read.setdefault(what, digest)
+    before = setup.memory.setdefault(what, digest)
     if before != digest:
         print(f"resumed with different {what}: to go on with the first teacher, name its "
               "checkpoint, RUN/ckpt_000004.pt", flush=True)
-        setup.has_read[what] = digest
-        setup.changes.append([None, what, before, digest])
+        setup.memory[what] = digest
 
 
 def of_teacher(name, coef=1.0):

@@ -14,7 +14,6 @@ from extras.explain.account import flat, parts_of
 from loss import by_micro_batch
 from run.checkpoint import changed_settings, checkpoints, iterations_of, load_checkpoint
 from run.inputs import changed_inputs, what_was_read
-from run.settings import read_run
 
 MOST_OFF = 0.1      # of the change: how far a replay may be from the run
 # CPU time, where a rollout that the run samples and learns from takes 1 (config/toxicity.py)
@@ -32,7 +31,7 @@ LEAST = 64          # held-out completions at each point
 
 def check_run(setup, cfg, folder, path, last):
     """Refuse a run that is not the one that was made -> names of what has changed and may compute
-    the same: code, versions, and what changed when the run itself went on."""
+    the same: versions, and what changed when the run itself went on."""
     if last["base_hash"] != hash_of(setup.base):
         raise BadInput(f"{path}: this run began from another policy than the settings name now; "
                        "the policy must be the one that it began from")
@@ -48,14 +47,12 @@ def check_run(setup, cfg, folder, path, last):
     # what the names stand for
     inputs = changed_inputs(last["has_read"], what_was_read(setup, cfg))
     for name in inputs:
-        if not name.startswith(("code in", "device", "dtype", "torch", "threads")):
+        if not name.startswith(("device", "dtype", "torch", "threads")):
             raise BadInput(f"{name}: not what this run has read, by the hash in {path}: the run is "
-                           "repeated with what it had")
-    if read_run(folder)["source"] != cfg.source:
-        raise BadInput(f"{folder}: is repeated with the config file that it had; name its own "
-                       f"copy, {folder}/config.py, or none if it had none")
+                           f"repeated with what it had ({folder}/config.py is a copy of its config "
+                           "file)")
     midway = [f"{name} changed after iteration {done}" for done, name, *_ in last["changes"]
-              if name not in (*harmless, "max_iters")]
+              if name not in harmless]
     return [*midway, *inputs]
 
 
