@@ -319,7 +319,7 @@ def generate(model, prompts, num_generations, max_new_tokens, *, seed, batch_siz
     prompts returns.
     respond(first, r, rows, t, column): as for decode; row 0 of r is row `first` of all. The policy
     reads the tokens that it writes; they have no log-prob and never end a completion.
-    decode: decode, or a faster function that does the same (graph.py).
+    decode: decode, or a faster function that does the same (extras/graph).
     sampling: the fields of Sampling.
     """
     sampling = Sampling(**sampling)

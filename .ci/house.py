@@ -21,7 +21,7 @@ METHOD = ("grpo.py", "loss.py", "tracin.py", "tape.py", "rollout.py", "model.py"
 # a room imports at its top what is to its right; the last two import nothing of the project
 ROOMS = ("docs", "extras", "sample.py", "evaluate.py", "grpo.py", "plot.py",
          "run", "tracin.py", "loss.py", "nano.py", "nano_tracin.py", "judge",
-         "config", "data", "common", "graph.py", "model.py", "rollout.py", "fast.py", "tape.py")
+         "config", "data", "common", "model.py", "rollout.py", "fast.py", "tape.py")
 NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
             tokenize.STRING)
 FSTRING = [getattr(tokenize, f"FSTRING_{end}", None) for end in ("START", "END")]

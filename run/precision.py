@@ -6,15 +6,16 @@ with it and in plain float32: log-probs, their gradient, and the log-probs recor
 What differs too much, or fails, is turned off, and a line says so. (Guards in common/guards.py
 check sampler, trainer and influence.)
 """
+import os
 from dataclasses import replace
 
 import torch
 
 from common.device import set_precision
 from common.errors import shown
+from common.files import ROOT
 from common.guards import logp_error, tolerance_of
 from common.processes import all_gather
-from graph import generate_by_graph
 from rollout import completion_logprobs
 
 
@@ -83,7 +84,8 @@ def check_precision(setup, cfg):
     slow = {}
     if setup.dtype != torch.float32:
         slow["bfloat16"] = dict(dtype=torch.float32)
-    if setup.device.type == "cuda":
+    if setup.device.type == "cuda" and os.path.isdir(f"{ROOT}/extras/graph"):
+        from extras.graph import generate_by_graph
         slow["graph"] = dict(generate=setup.generate)
         setup.generate = generate_by_graph(setup.policy)
     if cfg.compile:

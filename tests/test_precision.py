@@ -1,22 +1,25 @@
 """run/precision.py: bfloat16 that does not hold is turned off. What is called float32 is."""
 import copy
 import importlib
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+import fast
 import grpo
 import run.evaluation
 from common.seeds import hash_of
 from data.weights import merged_weights, save_gpt
 from fast import to_half
-from graph import HalfWeights
 from grpo import collect, update
 from rollout import completion_logprobs, generate
 from run import precision
 from worlds import (
-    WORDS, WORD_PROMPTS, printed, random_gpt, random_ids, setup_of, skip_without, word_gpt, words)
+    WORDS, WORD_PROMPTS, CastsOfMatrices, assert_near, generator_of, printed, random_gpt,
+    random_ids, setup_of, skip_without, word_gpt, words)
 
 
 @pytest.fixture
@@ -104,8 +107,72 @@ def test_half_the_memory_changes_no_bit():
     for enabled in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             assert torch.equal(half(random_ids(2, 7)), plain(random_ids(2, 7)))
-    # the weights of a graph's step are these, and no copies
-    assert bytes_of(half.h, HalfWeights(half).model.h) == bytes_of(half.h)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_plain_sampling_casts_weights_once_for_all_tokens(frozen):
+    model = random_gpt().requires_grad_(not frozen)
+
+    def casts(T):
+        with CastsOfMatrices() as found, torch.autocast("cpu", torch.bfloat16):
+            generate(model, [[5, 6, 7], [3, 4], [9]], 2, T, seed=3, eos=(-1,))
+        return found.count
+
+    assert casts(2) == casts(9) > 0, "sampling casts the weights for each token"
+    assert all(p.requires_grad != frozen for p in model.parameters())
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """The product that only a GPU has, by a CPU."""
+    monkeypatch.setattr(fast, "product", lambda a, b: a.float() @ b.float())
+
+
+def test_a_product_of_bfloat16_numbers_does_not_round_its_sums(on_a_cpu):
+    """Logits near -63, which are GPT-2's."""
+    h = torch.randn(4, 5, 256, generator=generator_of(0)).requires_grad_()
+    weight = torch.randn(300, 256, generator=generator_of(1)) / 16
+    h.data[..., 0] = 63.0
+    weight[:, 0] = -1.0
+    weight.requires_grad_()
+    targets = random_ids(4, 5, 300)[..., None]
+
+    def logp_of(logits):
+        logp = logits.log_softmax(-1).gather(-1, targets)
+        return logp, torch.autograd.grad(logp.sum(), (h, weight))
+
+    expected, expected_gradients = logp_of(F.linear(h, weight))
+    logp, gradients = logp_of(fast.half_product(h, weight))
+    assert (logp - expected).abs().max() < 0.01
+    for g, e in zip(gradients, expected_gradients):
+        assert g.dtype == e.dtype and (g - e).norm() < 0.01 * e.norm()
+    rounded = F.linear(h.bfloat16(), weight.bfloat16()).float().log_softmax(-1).gather(-1, targets)
+    assert (rounded - expected).abs().max() > 0.05, "logits that nothing would round"
+
+
+def test_a_second_derivative_of_it_is_refused(on_a_cpu):
+    h = torch.ones(2, 3, requires_grad=True)
+    slope, = torch.autograd.grad(fast.half_product(h, h).exp().sum(), h, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
+
+
+def test_log_probs_that_keep_probabilities_are_those_of_torch():
+    """Also of a token whose probability is 0 in float32, and where some may not be drawn."""
+    logits = 4 * torch.randn(5, 40, generator=generator_of(3)) - 63
+    logits[0, 1] -= 200
+    logits[1, 5:] = -math.inf
+    targets = torch.tensor([1, 2, 3, 4, 5])[:, None]
+    factors = torch.randn(5, 1, generator=generator_of(4))
+    found = []
+    for function, x in ((fast.LogProbOfHalf.apply, logits),
+                        (lambda x, t: x.log_softmax(-1).gather(1, t), logits.double())):
+        x = x.clone().requires_grad_()
+        logp = function(x, targets)
+        slope, = torch.autograd.grad((logp * factors).sum(), x)
+        found += [logp.detach().double(), slope.double()]
+    assert_near(found[0], found[2], 1e-5)
+    assert_near(found[1], found[3], 1e-5)
 
 
 def test_a_step_in_bfloat16_keeps_log_probs_and_weights_in_float32(half):

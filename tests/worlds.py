@@ -31,6 +31,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 from common.errors import BadInput
@@ -404,3 +405,17 @@ def command(name, *argv):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [name, *argv])
         return printed(runpy.run_path, f"{ROOT}/{name}", run_name="__main__")
+
+
+class CastsOfMatrices(TorchDispatchMode):
+    """Counts the casts to bfloat16 of matrices (rows, 32) or (32, columns), the weights' shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_cast = function.overloadpacket is torch.ops.aten._to_copy
+        if is_cast and kwargs.get("dtype") == torch.bfloat16 and args[0].dim() == 2:
+            self.count += 32 in args[0].shape and len(args[0]) > 12     # else hidden states
+        return function(*args, **(kwargs or {}))

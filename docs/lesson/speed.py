@@ -20,12 +20,12 @@ from statistics import median
 from classroom import ROOT, picture, plt, settings_of
 
 import fast
-import graph
 import grpo
 import loss
 import model
 import rollout
 from common.device import autocast
+from extras import graph
 from extras.bench import ladder
 
 cfg = settings_of("config/toxicity.py", ["--num_prompts=8", "--expect_rise=0", *flags])

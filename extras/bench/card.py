@@ -30,7 +30,7 @@ from common.files import ROOT, read_log
 from common.guards import tolerance_of
 from data.weights import save_gpt
 from extras.bench.phases import device_name
-from graph import generate_by_graph
+from extras.graph import generate_by_graph
 from judge.scorer import Scorer, logits_of
 from model import GPT, GPTConfig
 from rollout import completion_logprobs, generate

@@ -19,13 +19,13 @@ import torch
 from torch.nn import functional as F
 
 import fast
-import graph
 import grpo
 import loss
 import model
 import rollout
 from common.device import pick_dtype
 from common.processes import shard
+from extras import graph
 from extras.bench.phases import (
     PHASES, device_name, peaks_of, share, timed_iteration, work_of)
 from rollout import generate

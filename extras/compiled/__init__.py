@@ -4,14 +4,14 @@ run/precision.py compares it with plain float32. If the compiler fails later, th
 without it.
 
 Each block of a GPT is compiled separately: all share their code, so this takes seconds. The step of
-sampling (graph.py) is compiled as a whole, and on a GPU captured like the plain one.
+sampling (extras/graph) is compiled as a whole, and on a GPU captured like the plain one.
 """
 import copy
+from importlib.util import find_spec
 
 import torch
 
 from common.errors import shown
-from graph import generate_by_graph, read_one, sample
 from model import GPT
 
 LIMIT = 64      # graphs of a function: padded or not, one row, one token, ...
@@ -66,7 +66,7 @@ def compiled_model(model, off):
 
 
 def compile_nets(setup):
-    """Compile policy and reference, and sampling where the policy is a GPT."""
+    """Compile policy and reference, and sampling (extras/graph) where the policy is a GPT."""
     generate = setup.generate
 
     def off(error):
@@ -85,6 +85,7 @@ def compile_nets(setup):
         torch._functorch.config.force_non_lazy_backward_lowering = True
     nets = setup.policy, setup.reference
     setup.compiled = {model: compiled_model(model, off) for model in nets}
-    if isinstance(setup.policy, GPT):
+    if find_spec("extras.graph"):
+        from extras.graph import generate_by_graph, read_one, sample
         setup.generate = generate_by_graph(
             setup.policy, read=compiled(read_one, off), sample=compiled(sample, off))

@@ -1,6 +1,6 @@
 """
-Decoding on a GPU, one CUDA graph per token of all rows: rollout.decode, only faster. Nobody need
-read it to understand the method. Its tricks, and their reasons:
+Decoding on a GPU, one CUDA graph per token of all rows: rollout.decode, only faster. Its tricks,
+and their reasons:
 
     one graph per token     a model launches some three hundred small kernels for a token, and on a
                             GPU launching them takes longer than running them

@@ -1,20 +1,17 @@
-"""graph.py: its step without a graph samples what rollout.decode does; graphs are few. fast.py: the
-product of bfloat16 numbers that it reads the head with."""
+"""The step without a graph samples what rollout.decode does; graphs are few."""
 import copy
 import math
 
 import pytest
 import torch
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import fast
-import graph
-from graph import BLOCK, Decoder, draw_by_blocks, generate_by_graph
+from extras import graph
+from extras.graph import BLOCK, Decoder, HalfWeights, draw_by_blocks, generate_by_graph
+from fast import to_half
 from rollout import completion_logprobs, generate
 from run import precision
 from worlds import (
-    SHAPES, WORDS, WORD_PROMPTS, assert_near, generator_of, printed, random_gpt, random_ids,
+    SHAPES, WORDS, WORD_PROMPTS, CastsOfMatrices, assert_near, generator_of, printed, random_gpt,
     same_rollout, setup_of, shaken, skip_without, with_lora, word_gpt, words)
 
 PROMPTS = [[5, 6, 7], [3, 4], [9]]
@@ -160,36 +157,27 @@ def test_a_temperature_of_its_own_is_a_graph_of_its_own(captures):
 # bfloat16
 
 
-class CastsOfMatrices(TorchDispatchMode):
-    """Counts the casts to bfloat16 of matrices (rows, 32) or (32, columns), the weights' shapes."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_cast = function.overloadpacket is torch.ops.aten._to_copy
-        if is_cast and kwargs.get("dtype") == torch.bfloat16 and args[0].dim() == 2:
-            self.count += 32 in args[0].shape and len(args[0]) > 12     # else hidden states
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("by_graph", [False, True])
-def test_weights_are_cast_once_for_all_tokens(frozen, by_graph, monkeypatch):
+def test_weights_are_cast_once_for_all_tokens(monkeypatch):
     monkeypatch.setattr(graph, "ROWS", 6)
-    model = random_gpt().requires_grad_(not frozen)
+    model = random_gpt()
 
     def casts(T):
-        sampler = generate_by_graph(model) if by_graph else generate
         # a graph keeps no casts of its own, hence no cache
         with CastsOfMatrices() as found, torch.autocast(
-                "cpu", torch.bfloat16, cache_enabled=not by_graph):
-            sampler(model, PROMPTS, 2, T, seed=3, eos=(-1,))
+                "cpu", torch.bfloat16, cache_enabled=False):
+            generate_by_graph(model)(model, PROMPTS, 2, T, seed=3, eos=(-1,))
         return found.count
 
     assert casts(2) == casts(9) > 0, "sampling casts the weights for each token"
-    assert all(p.requires_grad != frozen for p in model.parameters())
+
+
+def test_weights_that_are_bfloat16_numbers_are_not_copied():
+    model = random_gpt().requires_grad_(False)
+    for p in model.h.parameters():
+        p.copy_(p.bfloat16())
+    to_half(model)
+    for own, used in zip(model.h.parameters(), HalfWeights(model).model.h.parameters()):
+        assert used.data_ptr() == own.data_ptr()
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "lora"])
@@ -210,59 +198,6 @@ def test_a_decoder_in_bfloat16_has_the_weights_of_now(shape):
     assert now < 0.1 * old, "it samples by other weights than its model has"
 
 
-@pytest.fixture
-def on_a_cpu(monkeypatch):
-    """The product that only a GPU has, by a CPU."""
-    monkeypatch.setattr(fast, "product", lambda a, b: a.float() @ b.float())
-
-
-def test_a_product_of_bfloat16_numbers_does_not_round_its_sums(on_a_cpu):
-    """Logits near -63, which are GPT-2's."""
-    h = torch.randn(4, 5, 256, generator=generator_of(0)).requires_grad_()
-    weight = torch.randn(300, 256, generator=generator_of(1)) / 16
-    h.data[..., 0] = 63.0
-    weight[:, 0] = -1.0
-    weight.requires_grad_()
-    targets = random_ids(4, 5, 300)[..., None]
-
-    def logp_of(logits):
-        logp = logits.log_softmax(-1).gather(-1, targets)
-        return logp, torch.autograd.grad(logp.sum(), (h, weight))
-
-    expected, expected_gradients = logp_of(F.linear(h, weight))
-    logp, gradients = logp_of(fast.half_product(h, weight))
-    assert (logp - expected).abs().max() < 0.01
-    for g, e in zip(gradients, expected_gradients):
-        assert g.dtype == e.dtype and (g - e).norm() < 0.01 * e.norm()
-    rounded = F.linear(h.bfloat16(), weight.bfloat16()).float().log_softmax(-1).gather(-1, targets)
-    assert (rounded - expected).abs().max() > 0.05, "logits that nothing would round"
-
-
-def test_a_second_derivative_of_it_is_refused(on_a_cpu):
-    h = torch.ones(2, 3, requires_grad=True)
-    slope, = torch.autograd.grad(fast.half_product(h, h).exp().sum(), h, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        slope.sum().backward()
-
-
-def test_log_probs_that_keep_probabilities_are_those_of_torch():
-    """Also of a token whose probability is 0 in float32, and where some may not be drawn."""
-    logits = 4 * torch.randn(5, 40, generator=generator_of(3)) - 63
-    logits[0, 1] -= 200
-    logits[1, 5:] = -math.inf
-    targets = torch.tensor([1, 2, 3, 4, 5])[:, None]
-    factors = torch.randn(5, 1, generator=generator_of(4))
-    found = []
-    for function, x in ((fast.LogProbOfHalf.apply, logits),
-                        (lambda x, t: x.log_softmax(-1).gather(1, t), logits.double())):
-        x = x.clone().requires_grad_()
-        logp = function(x, targets)
-        slope, = torch.autograd.grad((logp * factors).sum(), x)
-        found += [logp.detach().double(), slope.double()]
-    assert_near(found[0], found[2], 1e-5)
-    assert_near(found[1], found[3], 1e-5)
-
-
 # ------------------------------------------------------------------------------------------------
 # the check before a run
 
@@ -276,7 +211,7 @@ def test_a_graph_that_does_not_hold_is_turned_off(monkeypatch, error):
             return rollout
         return generate_off
 
-    monkeypatch.setattr(precision, "generate_by_graph", off)
+    monkeypatch.setattr(graph, "generate_by_graph", off)
     cfg = words()
     setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
     setup.device = torch.device("cuda")
