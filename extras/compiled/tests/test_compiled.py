@@ -72,6 +72,7 @@ def failing_after(calls, of=lambda function: True):
 
 
 def test_what_holds_is_used_and_nothing_is_said(monkeypatch):
+    skip_without("graph")       # else sampling is not compiled
     monkeypatch.setattr(torch, "compile", changed())
     for dtype in (torch.float32, torch.bfloat16):
         setup, cfg = word_nets()
@@ -140,6 +141,7 @@ def assert_same_run(plain, other):
                          ids=["while sampling", "in training"])
 def test_a_compiler_that_fails_is_turned_off_and_the_run_goes_on(
         plain, run_grpo, tmp_path, monkeypatch, compile):
+    skip_without("graph")
     monkeypatch.setattr(torch, "compile", compile)
     out = run_grpo(tmp_path, *FLAGS, "--compile=True")
     assert out.count("no compiler") == 1, "it is said once"
