@@ -1,19 +1,17 @@
 """What a run prints and logs: a line, warnings and rows of each iteration and evaluation."""
 import math
 import os
-import statistics
 import time
 
 from common.errors import optional, shown
 from common.files import read_log
 from common.processes import all_gather, rank_and_size
-from rollout import Sampling
 from run.checkpoint import append_rows
 from run.flags import problems_of_evaluation, times_the_median
 from run.inputs import since_change
-from run.metrics import batch_metrics, num_tokens, rollout_toxicity
+from run.metrics import batch_metrics, num_tokens
 from run.report import (
-    Warned, print_influence, print_iteration, print_phases, print_warnings, reward_of)
+    Warned, print_influence, print_iteration, print_phases, print_warnings)
 
 
 MOST_UNSCORED = 3       # iterations in a row in which every reward is None: then a run ends
@@ -53,21 +51,6 @@ def sample_rows(it, batch, cfg):
         rows += [sample_row(it, part, i, cfg) | dict(advantage=None, learned=False)
                  for i in range(len(part.prompts))]
     return rows
-
-
-def noise_between(before, after, std, num_generations):
-    """Standard error of the difference in mean reward between two evaluations; NaN if no prompt has
-    a reward in both. std: of the rewards of single completions."""
-    # as if completions were independent
-    pairs = zip(before.get("prompt_rewards", ()), after.get("prompt_rewards", ()))
-    changes = [new - old for old, new in pairs if None not in (old, new)]
-    if not changes:
-        return math.nan
-    alone = std * math.sqrt(2 / (len(changes) * num_generations))
-
-    # but training moves the completions of a prompt together: how much do prompts differ?
-    together = statistics.pstdev(changes) / math.sqrt(max(1, len(changes) - 1))
-    return max(alone, together)
 
 
 class Wandb:
@@ -148,7 +131,7 @@ class Log:
 
         # what looks wrong in it
         groups = batch.fresh.rewards.view(-1, cfg.num_generations)
-        print_warnings(m, cfg, self.setup.dtype, self.warned, self.rows, groups)
+        print_warnings(m, cfg, self.warned, self.rows, groups)
 
     def record(self, it, batch, metrics, clock):
         """Print an iteration, and log its completions -> all of its metrics. clock: its Clock.
@@ -168,8 +151,7 @@ class Log:
              "learning_rate": self.setup.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,
              **{f"cfg/{name}": getattr(cfg, name) for name in cfg.given},
-             "step_time": sum(clock.seconds.values()),
-             **rollout_toxicity(batch, self.setup)}
+             "step_time": sum(clock.seconds.values())}
         if "choose" not in cfg.functions:       # all prompts come in turn
             m["epoch"] = (it + 1) * cfg.num_prompts / len(self.setup.prompts)
 
@@ -185,21 +167,10 @@ class Log:
         append_rows(self.folder, "metrics.jsonl", [m])
         self.wandb.tell("log", m, step=m["iteration"])
 
-    def logged_kl(self):
-        """The greatest KL of the iterations so far. NaN where it cannot be compared with an
-        evaluation's: the reference differs, sampling is truncated, or there are few iterations."""
-        cfg = self.cfg
-        follows = cfg.hook("follow") is not None
-        truncates = Sampling(eos=(), **cfg.sampling).truncates
-        is_alike = 0.6 < cfg.temperature / cfg.eval_temperature < 1.6
-        kls = [row["kl"] for row in self.rows if "kl" in row]       # with beta
-        if follows or truncates or not is_alike or len(kls) < 5:
-            return math.nan
-        return max(kls)
-
     def is_lost(self):
-        """True if no completion of the last iterations got a reward."""
-        last = self.rows[-MOST_UNSCORED:]
+        """True if no completion of the last iterations got a reward, since the run was started or
+        continued."""
+        last = [row for row in self.rows if row["iteration"] > self.start][-MOST_UNSCORED:]
         return len(last) == MOST_UNSCORED and all(math.isnan(row["reward"]) for row in last)
 
     def evaluation(self, iteration, measures, prompt_rewards, samples):
@@ -215,9 +186,5 @@ class Log:
 
         # warn of what has fallen since the first one
         before = self.first_evaluation = self.first_evaluation or row
-        if self.rows:
-            pair = [x | {"reward": reward_of(x, self.cfg)} for x in (before, row)]
-            noise = noise_between(
-                before, row, self.rows[0]["reward_std"], self.cfg.num_eval_generations)
-            for kind, text in problems_of_evaluation(*pair, noise, self.logged_kl()):
-                self.warned.say("WARNING", kind, text, iteration)
+        for kind, text in problems_of_evaluation(before, row, self.cfg, self.rows):
+            self.warned.say("WARNING", kind, text, iteration)

@@ -14,7 +14,7 @@ from collections import Counter
 import torch
 
 from common.hooks import select_arguments
-from common.processes import all_gather, all_reduce, shard
+from common.processes import all_reduce
 from common.variants import variant
 from loss import losses, objective_of
 from tape import cosine, inner
@@ -69,14 +69,6 @@ def loss_metrics(loss, cfg):
     if loss.kl_by_token is not None:
         metrics["kl"] = ((loss.kl_by_token * mask).sum(), mask.sum())
     return metrics
-
-
-def invariant_error(scores, batch_grad, direction):
-    """How far sum_i I_i = <sum_i grad L_i, direction> is violated: (). Relative to sum_i |I_i|, or
-    to a tenth of the longest product, if that is more: all advantages may be 0."""
-    longest = (inner(batch_grad, batch_grad) * inner(direction, direction)).sqrt()
-    size = torch.maximum(scores.double().abs().sum(), 0.1 * longest)
-    return (scores.double().sum() - inner(batch_grad, direction)).abs() / size.clamp(min=1e-30)
 
 
 def std(x):
@@ -149,8 +141,6 @@ def influence_metrics(influence, setup):
             0: noise
         tracin/target_contrast: spread of the target's rewards, relative to the spread of all the
             rewards it was chosen from
-        tracin/invariant_error: relative error of sum_i I_i = <G_train, G_target>, mean over steps:
-            rounding. Logged where G_train is the target: with tracin = "self" on the batch itself
         tracin/target_age: steps in the average of the target's gradient
     """
     target, scores, selection = influence
@@ -167,11 +157,6 @@ def influence_metrics(influence, setup):
     if setup.target_average:
         metrics["tracin/target_age"] = setup.target_average.age
 
-    # a check that costs nothing where the target is the batch: do the parts add up?
-    if target.is_whole_step:
-        metrics["tracin/invariant_error"] = invariant_error(
-            scores.raw, target_grad, scores.direction.gradient)
-
     # signal or noise? Two halves of a good target point the same way
     if len(target.halves) == 2:
         rewards = target.batch.rewards
@@ -182,22 +167,6 @@ def influence_metrics(influence, setup):
     if target.kind == "target":
         metrics["tracin/target_loss"] = target.loss
     return metrics
-
-
-@torch.no_grad()
-def rollout_toxicity(batch, setup):
-    """What the eval judge says about the rollouts; {} without it.
-
-    Metrics:
-        eval_judge/toxicity: mean toxicity of the rollouts, by the judge that training never sees
-    """
-    judge = setup.judges.get("eval_judge")
-    if judge is None:
-        return {}
-    completions = batch.everything.completions
-    mine = shard(len(completions))
-    logits = all_gather(judge(completions[mine]))
-    return {"eval_judge/toxicity": float(torch.sigmoid(logits).mean())}
 
 
 def call_metrics(completions, cfg):
@@ -215,14 +184,6 @@ def repeated(completions, num_generations):
         group = completions[i:i + num_generations]
         count += sum(n for n in Counter(group).values() if n > 1)
     return count / len(completions)
-
-
-def tokens_to_learn(rollout, cfg):
-    """(N, T) True on the tokens that should carry loss: what was sampled, unless a setting says
-    otherwise. Written a second time on purpose: it shows where a loss mask differs."""
-    if cfg.mask_truncated_completions:
-        return rollout.sampled_mask & rollout.ended[:, None]
-    return rollout.sampled_mask
 
 
 def num_tokens(batch):
@@ -272,10 +233,12 @@ def completion_metrics(everything, cfg):
         completions/mean_length: tokens that the policy chose, mean over completions
         completions/mean_terminated_length: the same of those that ended by themselves
     """
-    # loss is on what the policy wrote
+    # what the policy wrote. Truncated completions count for the entropy if they carry loss
     rollout = everything.rollout
     sampled = rollout.sampled_mask
-    with_loss = tokens_to_learn(rollout, cfg)
+    with_loss = sampled
+    if cfg.mask_truncated_completions:
+        with_loss = sampled & rollout.ended[:, None]
 
     # how long is it, and does it end by itself?
     lengths = sampled.sum(1).float()
@@ -334,7 +297,7 @@ def batch_metrics(batch, cfg):
 
     Metrics:
         num_completion_tokens: tokens that carry loss
-        tokens_without_loss: sampled tokens left out of the loss though no setting says so: 0
+        tokens_without_loss: sampled tokens that grpo.loss_mask_of leaves out of the loss
         replayed: share of the completions that were sampled in earlier iterations, where the config
             file has a function after
     """
@@ -354,7 +317,7 @@ def batch_metrics(batch, cfg):
         metrics["replayed"] = float((batch.age > 0).float().mean())
 
     # both in one transfer, since each waits for a GPU
-    left_out = tokens_to_learn(batch.rollout, cfg) & ~batch.loss_mask               # (N, T)
+    left_out = batch.rollout.sampled_mask & ~batch.loss_mask                        # (N, T)
     with_loss, without = torch.stack([batch.loss_mask.sum(), left_out.sum()]).tolist()
     return metrics | {"num_completion_tokens": with_loss, "tokens_without_loss": without}
 

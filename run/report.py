@@ -124,7 +124,7 @@ def print_iteration(m, cfg, tokens, seconds_left):
         parts.append(f"kl {m['kl']:.4f}")
     parts += [f"entropy {m['entropy']:.2f}", f"length {m['completions/mean_length']:.1f}"]
     if cfg.answers:
-        parts.append(f"{100 * m['forced']:.1f} % environment")
+        parts.append(f"{100 * m['forced']:.1f} % forced")
     if "tools/call_frequency" in m:
         parts.append(f"{m['tools/call_frequency']:.2f} calls")
     if m["num_steps"] > 1:
@@ -184,9 +184,8 @@ def print_table(rows):
 
 
 class Warned:
-    """The warnings and notes of a run: prints each kind when it first comes and every tenth time
-    after that, and the warnings again at the end."""
-    EACH = 10
+    """The warnings and notes of a run: prints a kind of note once, a kind of warning every tenth
+    time that it comes, and the warnings again at the end."""
 
     def __init__(self):
         self.texts = {}         # {("WARNING" or "note", kind): its last sentence}
@@ -197,9 +196,9 @@ class Warned:
         key = what, kind
         self.texts[key] = text
         iterations = self.iterations.setdefault(key, [])
-        is_due = not iterations if kind == "zero" else len(iterations) % self.EACH == 0
+        is_due = len(iterations) % 10 == 0 if what == "WARNING" else not iterations
         iterations.append(iteration)
-        if is_due:              # "zero" says that a number is right: once is enough
+        if is_due:
             print(f"{what}: {text}", flush=True)
 
     def repeat(self):
@@ -214,10 +213,10 @@ class Warned:
             print(f"  {where}: {text}")
 
 
-def print_warnings(m, cfg, dtype, warned, earlier=(), groups=None):
+def print_warnings(m, cfg, warned, earlier=(), groups=None):
     """Print the red flags of an iteration. warned: the run's Warned. The other arguments are those
     of run/flags.py."""
-    warnings = [*problems(m, cfg, dtype, earlier, groups)]
+    warnings = [*problems(m, cfg, earlier, groups)]
     for kind, text in warnings:
         warned.say("WARNING", kind, text, m["iteration"])
     for kind, text in notes(m, cfg, earlier, warned=bool(warnings)):
@@ -234,21 +233,9 @@ def reward_of(row, cfg):
     return sum(weight * x for weight, x in zip(weights.values(), means))
 
 
-def clip_hint(metrics):
-    """A hint if the clip has held back more than 1 % of the tokens, else "". metrics: rows of
-    metrics.jsonl."""
-    names = ("clip_ratio/region_mean", "cispo_clip_ratio")
-    shares = [row[name] for row in metrics for name in names if row.get(name) is not None]
-    share = sum(shares) / max(1, len(shares))
-    if share <= 0.01:
-        return ""
-    return (f"the clip held back {share:.0%} of the tokens: lower learning_rate or widen epsilon "
-            "first; ")
-
-
-def print_verdict(rows, cfg, metrics=()):
+def print_verdict(rows, cfg):
     """Print whether the reward rose by cfg.expect_rise from the first evaluation to the last. If
-    it did not, end the run with exit code 1. metrics: rows of metrics.jsonl."""
+    it did not, end the run with exit code 1."""
     before = reward_of(rows[0], cfg)
     after = reward_of(rows[-1], cfg)
     if after - before >= cfg.expect_rise:
@@ -256,6 +243,5 @@ def print_verdict(rows, cfg, metrics=()):
         return
     raise SystemExit(
         f"verdict: does not work, the reward went from {before:.3f} to {after:.3f} where it must "
-        f"rise by {cfg.expect_rise:g}; {clip_hint(metrics)}"
-        "`python -m pytest tests/test_algorithm.py` names classic mistakes, --debug_step=True "
-        "prints every number of a step")
+        f"rise by {cfg.expect_rise:g}; `python -m pytest tests/test_algorithm.py` names classic "
+        "mistakes, --debug_step=True prints every number of a step")

@@ -179,7 +179,7 @@ class Run:
         self.log.wandb.tell("finish")
         try:
             if self.cfg.expect_rise:
-                print_verdict(rows, self.cfg, read_log(f"{self.folder}/metrics.jsonl"))
+                print_verdict(rows, self.cfg)
         finally:    # a run that was killed before this prints the table when it is started again
             write_run_config(
                 self.folder, self.cfg, self.setup.device, self.setup.changes, is_printed=True)

@@ -125,7 +125,6 @@ def test_influence_and_step_against_one_backward_per_row(target, held, knobs):
     assert torch.equal(batch.row_weights, kept) and kept.sum() > 2, (
         "the rows that are kept are not those of positive influence")
     agree(step, kept @ g + rest, "the gradient of kept rows and the rest of the loss")
-    assert m.get("tracin/invariant_error", 0) < 1e-5
     assert m["tracin/target_grad_norm"] == pytest.approx(float(G.norm()), rel=1e-4)
     assert math.isnan(m["tracin/target_cosine"]) == (target == "target"), (
         "nothing is known of the noise of a target in one piece")

@@ -75,7 +75,7 @@ def write_copy(folder, fault):
 
 def without_cause(line):
     """A line of a run, less what names the cause: its warnings, and what a stop suspects."""
-    if re.match(r"WARNING|warnings of this run|  (\d+ )?iterations? [^:]*\d: ", line):
+    if re.match(r"WARNING|note: \d+ sampled|warnings of this run|  (\d+ )?iterations? [^:]*\d: ", line):
         return ""
     return re.sub("( nats on a token): by .*", r"\1", line)
 

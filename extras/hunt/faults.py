@@ -121,7 +121,7 @@ FAULTS = [
         "it was good to stop there.",
         "nanochat, issue 810 (the sampled end token is masked as padding); reasoning-from-scratch, "
         "pull request 185.",
-        "tokens_without_loss is not 0, and a warning says so. At first it is some 60 with 64 rows: "
+        "tokens_without_loss is not 0, and a note says so. At first it is some 60 with 64 rows: "
         "a token is missing in every completion but the longest, where it wraps. "
         "--debug_step=True shows that it is the last one.",
         tokens_without_loss,
@@ -163,8 +163,8 @@ FAULTS = [
         "A reward that is not known (None) is no reward of 0. All other rewards here are below 0, "
         "so what the judge does not know is the best that one can write.",
         "TRL: nansum made 0 of a completion that no function could score (pull request 5902).",
-        "reward and rewards/reward/mean differ, though there is one function of weight 1: a "
-        "warning says so. reward_max is 0, and rewards/reward/abstained rises.",
+        "reward and rewards/reward/mean differ, though there is one function of weight 1. "
+        "reward_max is 0, and rewards/reward/abstained rises.",
         two_rewards,
         (("judge/rewards.py", "columns.append(column.masked_fill(abstains, math.nan))"),)),
     Fault(

@@ -22,7 +22,6 @@ from run.checkpoint import load_checkpoint, newest_checkpoint
 from run.evaluation import evaluate
 from run.flags import problems, problems_of_evaluation
 from run.metrics import batch_metrics, kl_grad_share, std
-from run.report import reward_of
 
 
 # ------------------------------------------------------------------------------------------------
@@ -48,17 +47,17 @@ def print_setup(setup, cfg):
 
 
 def measured(setup, cfg, done):
-    """The measures of an evaluation after `done` iterations, with "reward": the weighted sum of its
-    rewards."""
-    measures, *_ = evaluate(setup, setup.policy, cfg, done)
-    return {"reward": reward_of(measures, cfg)} | measures
+    """The measures of an evaluation after `done` iterations, and the rewards of its prompts."""
+    measures, rewards, _ = evaluate(setup, setup.policy, cfg, done)
+    return measures | {"prompt_rewards": rewards}
 
 
 def print_measures(measures, before=None):
     """Print each measure, and its change from before."""
     for name, x in measures.items():
-        change = f"  {x - before[name]:+.4f}" if before else ""
-        print(f"  {name:28} {x:10.4f}{change}")
+        if name != "prompt_rewards":
+            change = f"  {x - before[name]:+.4f}" if before else ""
+            print(f"  {name:28} {x:10.4f}{change}")
 
 
 def trainer_of(row, setup, batch, cfg):
@@ -272,13 +271,10 @@ def print_moved(setup, cfg, batch, old, striking):
             "sampler": batch.rollout.logp[row], "trainer": logp[row], "reference": reference})
 
 
-def flags_of(m, before, after, batch, setup, cfg):
+def flags_of(m, before, after, batch, cfg):
     """Sentences: the red flags of the iteration and of the evaluations around it."""
     groups = batch.rewards.view(-1, cfg.num_generations)
-    num_rows = len(setup.eval_prompts) * cfg.num_eval_generations
-    noise = m["reward_std"] * math.sqrt(2 / num_rows)
-    flags = [*problems(m, cfg, setup.dtype, groups=groups),
-             *problems_of_evaluation(before, after, noise)]
+    flags = [*problems(m, cfg, groups=groups), *problems_of_evaluation(before, after, cfg)]
     return [text for _, text in flags]
 
 
@@ -339,5 +335,5 @@ def debug_step(argv, setup, cfg):
 
     phase("red flags")
     m |= batch_metrics(batch, cfg) | {"iteration": it + 1}
-    for flag in flags_of(m, before, after, batch, setup, cfg) or ["none"]:
+    for flag in flags_of(m, before, after, batch, cfg) or ["none"]:
         print("  " + flag)

@@ -9,9 +9,6 @@ def k1(d):
     return -d
 
 
-k1.may_be_negative = True
-
-
 def k2(d):
     return d.square() / 2
 

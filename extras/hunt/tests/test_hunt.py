@@ -77,6 +77,7 @@ def test_the_score_card_counts_what_was_found_without_the_answer():
 
 def test_what_names_the_cause_is_held_back_until_the_answer(monkeypatch):
     said = ("iter 1: reward 0.1\nWARNING: kl_loss is below 0: check the sign\nnote: all well\n"
+            "note: 9 sampled tokens carry no loss\n"
             "\nwarnings of this run, the last of each kind:\n  iteration 1: kl_loss is below 0\n"
             "  10 iterations from 1 to 12: kl_loss is below 0\nthe table: 3\n"
             "stopped: disagree by 0.2 nats on a token: by another temperature\n")
@@ -84,7 +85,7 @@ def test_what_names_the_cause_is_held_back_until_the_answer(monkeypatch):
         "iter 1: reward 0.1\nnote: all well\n\nthe table: 3\n"
         "stopped: disagree by 0.2 nats on a token\n")
     monkeypatch.setattr(hunt, "run_with", lambda *args, **more: Seen(said, [], [], [], code=1))
-    assert "held back: what names the cause (2)" in printed_until(["2"], 1)
+    assert "held back: what names the cause (3)" in printed_until(["2"], 1)
     told = printed(hunt.main, ["2", "--answer"])
     assert "check the sign" in told and "another temperature" in told
     assert "held back" not in printed_until(["2", "--warnings"], 1)
