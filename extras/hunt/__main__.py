@@ -75,7 +75,8 @@ def write_copy(folder, fault):
 
 def without_cause(line):
     """A line of a run, less what names the cause: its warnings, and what a stop suspects."""
-    if re.match(r"WARNING|note: \d+ sampled|warnings of this run|  (\d+ )?iterations? [^:]*\d: ", line):
+    repeated = r"warnings of this run|  (\d+ )?iterations? [^:]*\d: "
+    if re.match(rf"WARNING|note: \d+ sampled|{repeated}", line):
         return ""
     return re.sub("( nats on a token): by .*", r"\1", line)
 
