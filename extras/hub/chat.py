@@ -12,11 +12,9 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from extras.hub.files import one_line
 from common.errors import BadInput, shown
 
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "       # marks where an unfinished answer goes on
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")       # one field by three names
 
 
 def write_chat(template, names, messages, where):
@@ -27,8 +25,6 @@ def write_chat(template, names, messages, where):
     names: {"eos_token": text, ...}, and other variables of the template. where: names the prompt in
     a BadInput.
     """
-    if not messages:
-        raise BadInput(f"{where}: the list of messages is empty")
     read = [read_message(message, f"{where}: message {number}")
             for number, message in enumerate(messages, 1)]
     said = [message["content"] for message in read if message["role"] == "user"]
@@ -37,10 +33,8 @@ def write_chat(template, names, messages, where):
     if goes_on:
         read[-1]["content"] += CONTINUED
     variables = {"tools": None, "documents": None} | names      # None unless somebody sets them
-    # a template may divide by zero, or raise whatever it likes
-    with one_line(f"{where}: the chat template refuses the messages", "change them"):
-        text = compile_template(template).render(
-            messages=read, add_generation_prompt=not goes_on, **variables)
+    text = compile_template(template).render(
+        messages=read, add_generation_prompt=not goes_on, **variables)
     if goes_on:
         text = text_until_mark(text, where)
     return said, text
@@ -60,14 +54,9 @@ def read_message(message, where):
     """Check a message -> the message as a template reads it, without fields that are None."""
     match message:
         case {"role": str(), "content": str()}:
-            read = {name: x for name, x in message.items() if x is not None}
-        case _:
-            raise BadInput(f'{where} is {shown(message)}: must be {{"role": ..., "content": ...}}, '
-                           "both texts")
-    thoughts = [read[name] for name in THOUGHTS if name in read]
-    if thoughts:
-        read = {"thinking": thoughts[0]} | read | {"reasoning_content": thoughts[0]}
-    return read
+            return {name: x for name, x in message.items() if x is not None}
+    raise BadInput(f'{where} is {shown(message)}: must be {{"role": ..., "content": ...}}, both '
+                   "texts")
 
 
 class Generation(Extension):

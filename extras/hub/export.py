@@ -14,7 +14,7 @@ import torch
 from data.tokenizer import GPT2_PACKAGE
 from data.weights import merged_weights
 from extras.hub.families import config_to_json, published, spelled_out, with_biases
-from extras.hub.files import TOKENIZER_FILES, one_line, save_tensors
+from extras.hub.files import TOKENIZER_FILES, save_tensors
 from extras.hub.policy import tokenizer_of
 from extras.hub.tokenizer import Tokenizer, gpt2_core
 from common.cli import run_script
@@ -34,8 +34,7 @@ def export(model, folder, source):
         raise BadInput(f"{folder}: is there already; name a folder that is not there yet")
     with replacing(os.path.abspath(folder)) as tmp:
         os.makedirs(tmp)
-        with one_line(folder, "is the disk full?"):     # tokenizers raises a plain Exception
-            ids = write_tokenizer(tmp, source)
+        ids = write_tokenizer(tmp, source)
         write_json(os.path.join(tmp, "config.json"), ids | config)
         save_tensors(os.path.join(tmp, "model.safetensors"), merged_tensors(model, family))
 

@@ -226,14 +226,9 @@ def config_of(family, content, path):
             fields[name] = content[key]
         if name in REQUIRED and not fields.get(name):
             raise BadInput(f"{path}: {key} is missing")
-    others = {"num_hidden_layers": (fields["n_layer"],), "num_attention_heads": (fields["n_head"],)}
-    check_only(others, content, path)
     fields["exact_gelu"] = content.get("activation_function") == "gelu"
     if content["rope_type"] == "llama3":
         fields["rope_scaling"] = tuple(content[key] for key in LLAMA3_KEYS)
-        _, low, high, _ = fields["rope_scaling"]
-        if low >= high:
-            raise BadInput(f"{path}: low_freq_factor = {low} must be below high_freq_factor")
     if family is GPT_NEO:
         fields["local_layers"] = local_layers(content, path)
     return GPTConfig(**fields)
@@ -251,12 +246,10 @@ def check_only(table, content, path):
 def local_layers(content, path):
     """The numbers of GPT-Neo's layers that see only a window. attention_types is
     [[kinds, times], ...]."""
-    types = content.get("attention_types")
-    layers = [kind for kinds, times in types or () for kind in kinds * times]
+    layers = [kind for kinds, times in content["attention_types"] for kind in kinds * times]
     if len(layers) != content["num_layers"] or not set(layers) <= {"global", "local"}:
-        raise BadInput(f"{path}: attention_types = {shown(types)}: must name "
+        raise BadInput(f"{path}: attention_types = {shown(content['attention_types'])}: must name "
                        f"global or local for each of {content['num_layers']} layers")
-    check_only({"attention_layers": (layers,)}, content, path)
     return tuple(i for i, layer in enumerate(layers) if layer == "local")
 
 

@@ -7,7 +7,7 @@ from gguf import dequantize
 
 from extras.hub.families import (
     GGUF_FAMILIES, check_only, config_from_json, config_of, family_of, spelled_out)
-from extras.hub.files import fetch, fill, load_tensors, one_line, read_gguf
+from extras.hub.files import fetch, fill, load_tensors, read_gguf
 from extras.hub.tokenizer import from_folder, from_gguf
 from model import GPT, scale_frequency
 from common.errors import BadInput
@@ -35,14 +35,11 @@ def load(name):
 
 
 def model_of(path):
-    described = "metadata" if path.endswith(".gguf") else "config.json"
-    with one_line(path, f"its {described} and its tensors must fit together"):
-        return load_gguf(path) if path.endswith(".gguf") else load_folder(path)
+    return load_gguf(path) if path.endswith(".gguf") else load_folder(path)
 
 
-def tokenizer_of(where):
-    with one_line(f"{where}: tokenizer"):
-        return from_gguf(where) if where.endswith(".gguf") else from_folder(where)
+def tokenizer_of(path):
+    return from_gguf(path) if path.endswith(".gguf") else from_folder(path)
 
 
 def load_folder(folder):
@@ -60,7 +57,7 @@ def gpt_of(config, family, tensors, path):
         return GPT(replace(config, tied=False))
 
     c = spelled_out(config)
-    model = fill(make, c.n_layer, tensors, c.n_kv_head * c.head_dim, family, path)
+    model = fill(make, tensors, c.n_kv_head * c.head_dim, family, path)
     # the tensors decide: some fine-tunes claim a tied head but have a separate matrix; others
     # repeat the embedding
     model.config.tied = torch.equal(model.lm_head.weight, model.wte.weight)
@@ -69,28 +66,14 @@ def gpt_of(config, family, tensors, path):
     return model
 
 
-def check_whole(metadata, stored, path):
-    """Raise BadInput for a GGUF file without a whole model, and say what it holds."""
-    parts = metadata.get("split.count", 1)
-    if parts > 1:
-        raise BadInput(f"{path}: is part {metadata['split.no'] + 1} of {parts}: join them by "
-                       "llama-gguf-split --merge FIRST_PART WHOLE.gguf, and name the whole")
-    if metadata.get("general.type") == "adapter" or "adapter.type" in metadata:
-        raise BadInput(f"{path}: is an adapter (LoRA) without the model that it changes: merge it "
-                       "into that one by llama-export-lora, and name the result")
-    if not stored:
-        raise BadInput(f"{path}: holds only a vocabulary")
-    if not any(x.name == "token_embd.weight" for x in stored):
-        raise BadInput(f"{path}: has no token_embd.weight: it is not a language model, or only a "
-                       "part of one")
-
-
 def load_gguf(path):
     metadata, stored = read_gguf(path)
-    check_whole(metadata, stored, path)
     kind = metadata.get("general.architecture")
     family = family_of(kind, GGUF_FAMILIES, path)
     tensors = {x.name: torch.tensor(dequantize(x.data, x.tensor_type)) for x in stored}
+    if "token_embd.weight" not in tensors:
+        raise BadInput(f"{path}: has no token_embd.weight: a part of a model, or an adapter? "
+                       "llama-gguf-split --merge joins parts, llama-export-lora merges an adapter")
     divisors = tensors.pop("rope_freqs.weight", None)       # (hs / 2,)
     tensors.setdefault("output.weight", tensors["token_embd.weight"])
     content = {key.removeprefix(f"{kind}."): value for key, value in metadata.items()}

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 from extras.hub.families import check_only
-from extras.hub.files import fetch, fill, load_tensors, one_line
+from extras.hub.files import fetch, fill, load_tensors
 from extras.hub.tokenizer import from_folder
 from common.device import exact_linear
 from common.errors import BadInput, shown
@@ -102,43 +102,28 @@ def load_roberta(name, device="cpu"):
                  for piece in pieces(tokenizer.encode_ordinary(text), most)] for text in texts]
 
     folder = fetch(name)
-    with one_line(name, "its files must be a RoBERTa classifier's"):
-        config = read_json(os.path.join(folder, "config.json"))
-        config = DEFAULTS | {key: x for key, x in config.items() if x is not None}
-        check_only(ONLY, config, name)
-        c = SimpleNamespace(**config)
-        tensors = load_tensors(folder, "roberta.")
-        if not any(tensor.startswith("classifier.") for tensor in tensors):
-            raise BadInput(f"{name}: has no classifier head, it is a language model or an encoder: "
-                           "name a RobertaForSequenceClassification")
-        model = fill(lambda: Roberta(c), c.num_hidden_layers, tensors, c.hidden_size, NAMES, name)
-        model.eval().requires_grad_(False).to(device)
-        tokenizer = from_folder(folder)
-        tokenizer.check_fit(c.vocab_size)
-        if c.pad_token_id in (c.bos_token_id, c.eos_token_id):
-            raise ValueError("pad_token_id is that of <s> or </s>")     # they would be masked
-        labels = [c.id2label[i] for i in sorted(c.id2label, key=int)]
-        model.toxic = find_label(name, labels, label)
-        most = c.max_position_embeddings - c.pad_token_id - 3       # beside <s>, </s>
-        idx = torch.tensor(encode(["a"])[0], device=device)
-        model(idx, idx != c.eos_token_id)       # a number that does not fit fails here
-    if c.problem_type != "multi_label_classification":
+    config = read_json(os.path.join(folder, "config.json"))
+    config = DEFAULTS | {key: x for key, x in config.items() if x is not None}
+    check_only(ONLY, config, name)
+    c = SimpleNamespace(**config)
+    tensors = load_tensors(folder, "roberta.")
+    model = fill(lambda: Roberta(c), tensors, c.hidden_size, NAMES, name)
+    model.eval().requires_grad_(False).to(device)
+    tokenizer = from_folder(folder)
+    tokenizer.check_fit(c.vocab_size)
+    most = c.max_position_embeddings - c.pad_token_id - 3       # beside <s>, </s>
+
+    # which label is toxic, and do the others exclude it?
+    labels = [c.id2label[i] for i in sorted(c.id2label, key=int)]
+    model.toxic = find_label(name, labels, label)
+    is_softmax = c.problem_type != "multi_label_classification"
+    if is_softmax:
         model.others = [i for i in range(len(labels)) if i != model.toxic]
-    if len(labels) > 2 or len(labels) == 2 and not model.others:
-        print(reading(name, labels, model))
+    if len(labels) > 2 or len(labels) == 2 and not is_softmax:
+        how = "softmax: its labels exclude" if is_softmax else "sigmoid: its labels do not exclude"
+        print(f"note: judge {name} is read by {how} each other, as problem_type in its config.json "
+              "says, or by default; is that right?")
     return model, encode
-
-
-def reading(name, labels, model):
-    """A note on how the toxic label is read, if there are several. Many files do not say which way
-    is right, and it matters for a text to which two labels apply."""
-    toxic = labels[model.toxic]
-    if model.others:
-        return (f"note: judge {name}: {toxic!r} is read by softmax, as one of {len(labels)} labels "
-                "that exclude each other; if they do not, set problem_type = "
-                '"multi_label_classification" in its config.json')
-    return (f"note: judge {name}: {toxic!r} is read by sigmoid, whatever its other "
-            f"{len(labels) - 1} labels are (problem_type = \"multi_label_classification\")")
 
 
 def find_label(name, labels, label):

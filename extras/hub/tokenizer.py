@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from data.tokenizer import GPT2_PATTERN, GPT2_SIZE, byte_alphabet
 from extras.hub.chat import write_chat
-from extras.hub.files import one_line, read_gguf
+from extras.hub.files import read_gguf
 from common.errors import BadInput, shown
 from common.files import read_json, read_text
 
@@ -87,8 +87,7 @@ class Tokenizer:
         """Encode a list of messages -> (its text for rewards and logs, its ids)."""
         names = self.names | self.template_arguments
         said, text = write_chat(self.chat_template, names, messages, where)
-        with one_line(f"{where}: the chat template does not write text", "change the template"):
-            return said, self.encode_marked(text)
+        return said, self.encode_marked(text)
 
     def encode_marked(self, text):
         """Encode a text with special tokens written out."""
@@ -116,9 +115,6 @@ def from_folder(folder):
     def known(ids):
         """The ids of a config that the tokenizer has: one, several or none."""
         ids = [i for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
-        for i in ids:
-            if type(i) is not int:
-                raise BadInput(f"{folder}: eos_token_id = {shown(i)}: must be a number")
         return [i for i in ids if core.id_to_token(i) is not None]
 
     config = read("special_tokens_map.json") | read("tokenizer_config.json")
@@ -209,8 +205,6 @@ def set_prefix_space(core, value):
 
 def put_before(core, token):
     """core <- a special token to begin every text with."""
-    if token is None:
-        raise BadInput("add_bos_token = true: name bos_token in tokenizer_config.json")
     core.post_processor = processors.TemplateProcessing(
         single=[token, "$A"], special_tokens=[(token, core.token_to_id(token))])
 

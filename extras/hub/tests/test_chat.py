@@ -1,5 +1,6 @@
 """Lists of messages, as a chat template writes them."""
 import pytest
+from jinja2.exceptions import SecurityError
 
 from common.files import ROOT
 from data.prompts import encode_prompt
@@ -95,9 +96,13 @@ def test_what_is_wrong_with_messages_is_one_line():
     for template, messages, name in (
             (TEMPLATE, [ASKED[1], "Hello"], "message 2"),
             ("{{ messages[0].content }}", [ASKED[1], {"role": "assistant", "content": "b"}],
-             "continue"),
-            ("{{ raise_exception('no\nsystem') }}", ASKED, "no system"),
-            ("{{ ''.__class__.__mro__ }}", ASKED, "template"),
-            ("{% if %}", ASKED, "template")):
+             "continue")):
         assert_refused(("asked.jsonl: row 2", name), encode_prompt, chat(template), messages,
                        "asked.jsonl: row 2")
+
+
+def test_a_template_is_run_in_a_sandbox():
+    with pytest.raises(SecurityError):
+        write("{{ ''.__class__.__mro__ }}", ASKED)
+    with pytest.raises(ValueError, match="no system"):
+        write("{{ raise_exception('no system') }}", ASKED)

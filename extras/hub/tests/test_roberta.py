@@ -71,7 +71,6 @@ REFUSALS = """
 "is_decoder": true | is_decoder
 "hidden_act": "relu" | hidden_act
 "position_embedding_type": "relative_key" | position_embedding_type
-"pad_token_id": 2 | pad_token_id
 "num_hidden_layers": 1 | layer.1
 "vocab_size": 100 | word_embeddings
 """
