@@ -1,54 +1,37 @@
 """The command line: help, flags, exit codes."""
 import contextlib
-import errno
 import io
 import os
 import re
-import socket
 import sys
 
 from common.errors import BadInput, shown
 from common.processes import init, rank_and_size, shutdown
 
-# of an OSError that ends a run in one line: nobody reads the output any more, or a disk is full
-OUTPUT_FAILED = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory")       # GPU, host
 
 
 @contextlib.contextmanager
 def exit_codes():
     """Around a command, its exit codes: 0 done, 1 stopped, 2 bad input (one line), 130 interrupted.
-    Under torchrun the last line names the process and its machine."""
-    rank, size = rank_and_size()
-    who = f"rank {rank} of {size} on {socket.gethostname()}: " if size > 1 else ""
-
+    All else is an error, with its traceback."""
     # a character that the terminal does not know ends no run
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
-        sys.stdout.flush()
     except BadInput as e:
-        print(f"error: {who}{e}", file=sys.stderr)
+        print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt as e:
-        if rank == 0:   # all processes end alike
-            print(f"interrupted: {who}{str(e) or 'by Ctrl-C'}", file=sys.stderr)
+    except KeyboardInterrupt:
+        if rank_and_size()[0] == 0:     # all processes end alike
+            print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except SystemExit as e:
-        raise SystemExit(f"{who}{e.code}" if isinstance(e.code, str) else e.code) from None
-    except OSError as e:
-        if e.errno not in OUTPUT_FAILED:
-            raise
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)    # for what is not printed yet
-        raise SystemExit(f"{who}stopped: {e}") from None
     except RuntimeError as e:
         if not OUT_OF_MEMORY.search(str(e)):
             raise
         raise SystemExit(
-            f"{who}stopped: out of memory ({shown(e)}); lower micro_batch_size, decode_batch_size, "
+            f"stopped: out of memory ({shown(e)}); lower micro_batch_size, decode_batch_size, "
             "max_completion_length or num_prompts; with influence mini_batch_size") from None
 
 

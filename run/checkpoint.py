@@ -47,10 +47,10 @@ def append_rows(folder, name, rows):
             f.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
-def write_run_config(folder, cfg, device, changes, is_printed=False):
+def write_run_config(folder, cfg, device, changes):
     """Write config.json: settings, versions, device, git revision, names of functions, the text of
-    the config files, changes of a resumed run, whether its table was printed. Write config.py: that
-    text once more, so that a command can name it."""
+    the config files, changes of a resumed run. Write config.py: that text once more, so that a
+    command can name it."""
     if rank_and_size()[0] > 0:
         return
 
@@ -60,7 +60,7 @@ def write_run_config(folder, cfg, device, changes, is_printed=False):
     write_json(f"{folder}/config.json", dict(
         settings=cfg.public(), functions=sorted(cfg.functions), source=cfg.source,
         device=str(device), torch=torch.__version__, python=platform.python_version(),
-        threads=torch.get_num_threads(), git=git, changes=changes, is_printed=is_printed))
+        threads=torch.get_num_threads(), git=git, changes=changes))
 
     # and the text of the config file
     if cfg.source is not None:

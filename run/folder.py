@@ -9,96 +9,66 @@ import os
 from filelock import FileLock, Timeout
 
 from common.errors import BadInput, shown
-from run.checkpoint import LOGS, changed_settings, checkpoints, iterations_of
-from run.settings import read_run, settings_that_are
+from run.checkpoint import changed_settings, checkpoints
+from run.settings import read_run
 
 LOCK = ".lock"
-# files that are first written under a temporary name
-WRITTEN = ("ckpt_*.pt", "base.pt", "config.json", "config.py", "*.jsonl")
-
-
-def in_words(changed):
-    """The old values of changed settings, as text."""
-    return ", ".join(f"{name} was {shown(old, 30)}" for name, (old, _) in changed.items())
 
 
 def why_not_continued(folder, cfg):
-    """Why this folder cannot be resumed, or ""."""
+    """Why the run in this folder is not continued, or ""."""
     if not os.path.exists(f"{folder}/config.json"):
         return "holds files, but not a run"
 
-    # is it the same run, and how far has it come?
-    before = read_run(folder)
-    changed = changed_settings(before["settings"], cfg)
-    fixed = {name: changed[name] for name in settings_that_are("fixed") if name in changed}
-    done = [iterations_of(path) for path in checkpoints(folder)]
-
     # without a checkpoint it would begin anew, and overwrite its logs
     metrics = f"{folder}/metrics.jsonl"
-    if not done and os.path.exists(metrics) and os.path.getsize(metrics) > 0:
+    has_rows = os.path.exists(metrics) and os.path.getsize(metrics) > 0
+    if has_rows and not checkpoints(folder):
         return "holds a run without a checkpoint"
 
-    # with --resume=True settings may differ, as long as the weights fit
-    if done and cfg.resume:
-        return f"holds a run of a different policy ({in_words(fixed)})" if fixed else ""
-
-    # else it must be the same command, and the run must have iterations left
-    about = in_words(changed)
+    # the same command continues it, and so does --resume=True with changed settings
+    before = read_run(folder)
+    changed = changed_settings(before["settings"], cfg)
+    about = ", ".join(f"{name} was {shown(old, 30)}" for name, (old, _) in changed.items())
     if not about and before["source"] != cfg.source:
         about = "its config file has changed"
-    if about:
-        way_out = ", which --resume=True would continue" if done and not fixed else ""
-        return f"holds a run with different settings ({about}){way_out}"
-    if done and done[-1] >= cfg.max_iters and before.get("is_printed"):
-        return ("holds a run that is complete, which --resume=True with more --max_iters would "
-                "continue")
+    if about and not cfg.resume:
+        return f"holds a run with different settings ({about}), which --resume=True would continue"
     return ""
 
 
 def is_free(folder):
-    """True if nothing would be lost: the folder does not exist, or holds at most a lock, unfinished
-    files and empty logs."""
-    for name in os.listdir(folder) if os.path.lexists(folder) else []:
-        is_empty_log = name in LOGS and os.path.getsize(f"{folder}/{name}") == 0
-        if not (name == LOCK or name.endswith(".tmp") or is_empty_log):
-            return False
-    return True
+    """True if the folder does not exist, or holds at most a lock and unfinished files."""
+    names = os.listdir(folder) if os.path.lexists(folder) else []
+    return all(name == LOCK or name.endswith(".tmp") for name in names)
 
 
 def check_folder(folder, cfg):
     """BadInput unless the folder is free, or holds a run that these settings continue."""
-    if is_free(folder):
-        return
-    if reason := why_not_continued(folder, cfg):
+    if not is_free(folder) and (reason := why_not_continued(folder, cfg)):
         raise BadInput(f"out_dir = {folder!r}: {reason}; choose another --out_dir")
 
 
 @contextlib.contextmanager
 def claimed_folder(cfg):
-    """Lock out_dir for this block -> (folder, whether it holds a run to continue). BadInput if it
-    holds something else."""
-    folder = cfg.out_dir.rstrip("/") or "/"
-
+    """Lock out_dir for this block -> whether it holds a run to continue. BadInput if it holds
+    something else, or another run is at work there."""
     # check before making anything there, then lock it
+    folder = cfg.out_dir
+    check_folder(folder, cfg)
+    os.makedirs(folder, exist_ok=True)
     try:
-        check_folder(folder, cfg)
-        os.makedirs(folder, exist_ok=True)
         lock = FileLock(f"{folder}/{LOCK}", timeout=0).acquire()
     except Timeout:
         raise BadInput(f"out_dir = {folder!r}: is in use by another run: wait for it, or "
                        "choose another --out_dir") from None
-    except (OSError, UnicodeError) as e:
-        raise BadInput(f"out_dir = {cfg.out_dir!r}: cannot be written ({e})") from e
     with lock:      # until the block ends, or the process
-        check_folder(folder, cfg)       # again: a different run may have used it meanwhile
-
-        # remove what a process left that was killed while it wrote
-        for name in WRITTEN:
-            for path in glob.glob(f"{glob.escape(folder)}/{name}.[0-9]*.tmp"):
-                os.remove(path)
+        # half a checkpoint that a killed process left would fill the disk
+        for path in glob.glob(f"{glob.escape(folder)}/*.pt.*.tmp"):
+            os.remove(path)
 
         # from the beginning, or from where it stopped?
         is_continued = bool(checkpoints(folder))
         if cfg.resume and not is_continued:
             print(f"{folder}: has no checkpoint, so the run starts from the beginning")
-        yield folder, is_continued
+        yield is_continued

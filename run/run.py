@@ -4,7 +4,7 @@ loop is grpo.train.
 """
 import contextlib
 
-from common.errors import BadInput, shown
+from common.errors import BadInput
 from common.files import read_log
 from common.processes import all_gather, rank_and_size
 from common.seeds import hash_of
@@ -25,15 +25,6 @@ def is_due(done, interval):
     return interval > 0 and done % interval == 0
 
 
-def is_failure(error):
-    """True for a crash; False at a normal end, after SystemExit, and after a second Ctrl-C, whose
-    KeyboardInterrupt has a text (common/signals.py). One without text was raised elsewhere, so it
-    is a crash."""
-    if isinstance(error, KeyboardInterrupt):
-        return not error.args
-    return isinstance(error, Exception)
-
-
 class Run:
     """A run, as main and train in grpo.py use it. log: its lines, warnings and rows; saver: its
     checkpoints."""
@@ -42,18 +33,17 @@ class Run:
         self.cfg = cfg
         self.log = Log(cfg)
         self.saver = Saver()
-        self.stopped = lambda: False            # whether a signal was heard
+        self.folder = cfg.out_dir
+        self.until_end = contextlib.ExitStack()
 
     def __enter__(self):
-        # rank 0 locks the folder for all processes
+        # rank 0 locks the folder for all processes. Does it hold a run to continue?
         cfg = self.cfg
-        self.until_end = contextlib.ExitStack()
         if not cfg.debug_step:
-            claim = (cfg.out_dir, cfg.resume)
+            is_continued = None
             if rank_and_size()[0] == 0:
-                claim = self.until_end.enter_context(claimed_folder(cfg))
-            cfg.out_dir, cfg.resume = all_gather([claim])[0]
-        self.folder = cfg.out_dir
+                is_continued = self.until_end.enter_context(claimed_folder(cfg))
+            self.is_continued = all_gather([is_continued])[0]
 
         # print which settings differ from the defaults
         print("settings: " + (cfg.named or "none is set, all have their defaults"))
@@ -62,18 +52,10 @@ class Run:
         return self
 
     def __exit__(self, kind, error, trace):
+        # a failure, or a second Ctrl-C, costs no whole iteration
         with self.until_end:
-            has_begun = self.saver.done is not None or self.stopped()
-            if not has_begun or not is_failure(error):
-                return
-            saved = self.saver.keep_last()      # in words
-            if not self.stopped():
-                print(saved, flush=True)
-                return
-
-            # a terminal's Ctrl-C also ends the processes that a reward waits for, so the reward
-            # fails. The signal ends the run, and names that failure
-            raise KeyboardInterrupt(f"{saved} (meanwhile: {shown(str(error), 120)})") from error
+            if isinstance(error, (Exception, KeyboardInterrupt)) and self.saver.done is not None:
+                print(self.saver.keep_last(), flush=True)
 
     def is_evaluated(self, done):
         """True if an evaluation follows after so many iterations."""
@@ -92,13 +74,11 @@ class Run:
         self.stopped = self.until_end.enter_context(interrupts())
         setup.has_read = what_was_read(setup, cfg)
 
-        # new logs, or the interrupted run's, up to its last checkpoint
+        # go on from an interrupted run's last checkpoint, and cut its logs there
         done, num_tokens = None, 0
-        if cfg.resume:
-            done, num_tokens = resume(self.folder, setup, cfg)          # cuts the log
+        if self.is_continued:
+            done, num_tokens = resume(self.folder, setup, cfg)
             self.saver.saved = done
-        else:
-            begin_logs(self.folder, cfg)
 
         # if processes differ now, they would add up gradients of different policies
         everyone = all_gather([(hash_of(setup.base), done, hash_of(setup.policy))])
@@ -110,6 +90,8 @@ class Run:
         # config.json says what this run is
         write_run_config(self.folder, cfg, setup.device, setup.changes)
         save_base(self.folder, setup, cfg, is_new=done is None)
+        if done is None:
+            begin_logs(self.folder, cfg)
         self.log.begin(self.folder, setup, done, num_tokens)
         self.saver.begin(self.folder, setup, cfg, self.log)
 
@@ -159,7 +141,7 @@ class Run:
                 f"{MOST_UNSCORED} iterations got a reward, so nothing was learned; is the "
                 "judge down? The same command continues")
         if stopped and not last:
-            raise KeyboardInterrupt(f"saved after iteration {done}; the same command continues")
+            raise KeyboardInterrupt     # __exit__ says what is saved
 
     def finish(self):
         """The table of before and after, and the verdict where one is expected."""
@@ -177,9 +159,5 @@ class Run:
         print(f"\n{self.folder}: metrics.jsonl, samples.jsonl, eval.jsonl, config.json, ckpt_*.pt",
               flush=True)
         self.log.wandb.tell("finish")
-        try:
-            if self.cfg.expect_rise:
-                print_verdict(rows, self.cfg)
-        finally:    # a run that was killed before this prints the table when it is started again
-            write_run_config(
-                self.folder, self.cfg, self.setup.device, self.setup.changes, is_printed=True)
+        if self.cfg.expect_rise:
+            print_verdict(rows, self.cfg)

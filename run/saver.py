@@ -1,7 +1,6 @@
 """The checkpoints of a run. A failure loses no whole iteration."""
 import copy
 
-from common.errors import shown
 from common.seeds import hash_of
 from run.checkpoint import random_state, save_checkpoint, set_random_state
 
@@ -40,16 +39,13 @@ class Saver:
         self.has_stepped = True
 
     def keep_last(self):
-        """Save the last whole iteration after a failure -> a sentence about it."""
-        # unless there is none yet, or a step has changed the weights since
-        if self.done is None or self.has_stepped:
+        """Save the last whole iteration, unless a step has changed the weights since -> a sentence
+        about it."""
+        if self.has_stepped:
             return "the last checkpoint is kept, and the same command continues"
-        set_random_state(self.random)
-        self.setup.target_average = self.average
-        self.setup.seen = self.seen
-        try:
-            if self.saved != self.done:
-                self.save(self.done)
-        except Exception as e:      # a full disk, or a broken GPU, may have failed first
-            return f"iteration {self.done} could not be saved ({shown(str(e), 120)})"
+        if self.saved != self.done:
+            set_random_state(self.random)
+            self.setup.target_average = self.average
+            self.setup.seen = self.seen
+            self.save(self.done)
         return f"saved after iteration {self.done}; the same command continues"

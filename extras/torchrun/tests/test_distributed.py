@@ -247,7 +247,7 @@ def test_number_0_alone_prints(world):
 def test_a_killed_process_ends_the_run_with_its_name(world):
     out, err, code = world.two
     assert code != 0
-    assert "rank 0 of 2" in err, "the other process does not say that it has stopped"
+    assert "another process exited" in err, "the other process does not say that it has stopped"
     assert "local_rank: 1" in err[err.index("Root Cause"):]
     assert newest_checkpoint(world.at("killed", 2)).endswith("ckpt_000002.pt")
 
@@ -256,7 +256,7 @@ def test_a_signal_to_torchrun_saves(world):
     out, err, code = world.three
     iteration = len(read_rows(world.at("stopped", 3) / "metrics.jsonl"))
     assert code != 0
-    assert "rank 0 of 3" in err
+    assert err.count("\ninterrupted\n") == 1
     saved = load_file(newest_checkpoint(world.at("stopped", 3)), "run")
     assert saved["iteration"] == iteration
     assert "gloo" not in err, "threads of gloo outlive the group, and may abort Python at its end"
