@@ -826,11 +826,6 @@ MISTAKES = [
         ("what was done before counts as fast", "/ (done - self.start)", "/ done")),
 
     # test_runs.py
-    *of("run/run.py",
-        "test_runs.py::test_nothing_is_lost_where_ctrl_c_makes_a_reward_fail"
-        "[so that iteration 3 fails]",
-        ("what fails after Ctrl-C loses work", "if isinstance(error, (Exception, KeyboardInterrupt)) and",
-         "if False and")),
     *of("run/run.py", "test_runs.py::test_a_reward_that_fails_once_costs_no_whole_iteration[4-2]",
         ("a failure loses whole iterations", "print(self.saver.keep_last(), flush=True)", "pass")),
     *of("run/saver.py", "test_runs.py::test_a_reward_that_fails_once_costs_no_whole_iteration[4-2]",
@@ -866,7 +861,7 @@ MISTAKES = [
         ("weights that are not finite are saved", "if not torch.stack(finite).all():",
          "if False:")),
     *of("run/checkpoint.py",
-        "test_runs.py::test_settings_that_do_not_fit_the_checkpoint_are_refused",
+        "test_runs.py::test_a_policy_that_the_run_did_not_begin_from_is_refused",
         ("a run goes on from another policy", 'if content["base_hash"] != hash_of(setup.base):',
          "if False:")),
     *of("run/evaluation.py", "test_runs.py::test_other_runs_start_from_the_folder_of_a_run[plain]",

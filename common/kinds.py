@@ -17,10 +17,9 @@ class Range(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-# may it differ when a run goes on? Free: yes. No mark: with --resume=True. Fixed: never, since the
-# weights would not fit. Live: the config file's `after` may set it within a run
+# may it differ when a run goes on? Free: yes. No mark: with --resume=True. Live: the config file's
+# `after` may set it within a run
 Free = Annotated[T, Mark("free")]
-Fixed = Annotated[T, Mark("fixed")]
 Live = Annotated[T, Mark("live")]
 Path = Annotated[str, Mark("path")]         # ~ at its beginning is the home folder
 Variant = Annotated[str, Mark("variant")]   # beside the core's own values: names in extras/variants

@@ -31,7 +31,7 @@ from common.errors import BadInput, shown
 from common.files import ROOT, read_json, read_text
 from common.hooks import select_arguments
 from common.kinds import (
-    Above0, Decay, Fixed, Free, Iterations, Live, Mark, Path, Positive, Range, Share,
+    Above0, Decay, Free, Iterations, Live, Mark, Path, Positive, Range, Share,
     ShareAbove0, Temperature, Variant, at_least, parts_of)
 from common.variants import variants_of
 from rollout import Sampling
@@ -90,7 +90,7 @@ class Settings(*settings_of_extras()):
     # policy: a .pt file (ours or nanoGPT's), the folder of a run (its last policy), or a
     # published model (extras/hub). train: a small one, made at first use (extras/make)
     policy: Path = "data/policy.pt"
-    lora_rank: Fixed[int] = 0           # 0: train all weights; else adapters (extras/lora)
+    lora_rank: int = 0                  # 0: train all weights; else adapters (extras/lora)
     # seldom
     # what the chat template of a published model asks for: {"enable_thinking": False}
     chat_template_kwargs: dict | None = None
@@ -122,7 +122,7 @@ class Settings(*settings_of_extras()):
     # extras/variants
     scale_rewards: Literal["group", "batch", "none"] | Variant = "group"
     # a value head is the baseline, not the group, as in PPO (extras/critic)
-    critic: Fixed[bool] = False
+    critic: bool = False
     # seldom
     # groups whose rewards are all equal. resample (extras/variants): replaced by groups of further
     # prompts (DAPO)
@@ -267,7 +267,7 @@ PARTS = {x.name: parts_of(x.type) for x in fields(Settings) if x.repr}
 
 
 def settings_that_are(kind):
-    """Names of the settings with a mark: "free", "fixed", "live" (common/kinds.py)."""
+    """Names of the settings with a mark: "free", "live" (common/kinds.py)."""
     return [name for name, parts in PARTS.items() if Mark(kind) in parts]
 
 
@@ -469,7 +469,7 @@ def listed(settings):
     """The settings of a class with their comments, as its source has them."""
     text = inspect.getsource(settings).partition(":\n")[2]
     text = re.split(r"\n+    (?:def |# what the config file brings)", text)[0]
-    return re.sub(r"\b(?:Free|Fixed|Live)\[(.+?)\] =", r"\1 =", textwrap.dedent(text))
+    return re.sub(r"\b(?:Free|Live)\[(.+?)\] =", r"\1 =", textwrap.dedent(text))
 
 
 def usage(which=""):
