@@ -13,47 +13,29 @@ from dataclasses import replace
 
 import grpo
 from common.errors import BadInput
-from common.seeds import hash_of
 from run.policy import load_policy
 
 
 def load_teacher(name, setup, cfg):
     """The teacher, frozen, on the student's device. BadInput if it has a different tokenizer."""
     teacher, tokenizer = load_policy(replace(cfg, policy=name, chat_template_kwargs=None))
-    config = teacher.config
-    student = setup.policy.config
+    sizes = [model.config.vocab_size for model in (teacher, setup.policy)]
     texts = [prompt.text for prompt in setup.prompts[:50]]
     cut = [[t.encode_ordinary(text) for text in texts] for t in (tokenizer, setup.tokenizer)]
-    if config.vocab_size != student.vocab_size or cut[0] != cut[1]:
+    if sizes[0] != sizes[1] or cut[0] != cut[1]:
         raise BadInput(f"teacher {name!r}: cuts text into other tokens than the policy does "
-                       f"({config.vocab_size} and {student.vocab_size} tokens): take one with the "
-                       "same tokenizer")
-    if config.block_size < student.block_size:
-        raise BadInput(f"teacher {name!r}: has block_size = {config.block_size}, fewer positions "
-                       f"than block_size = {student.block_size}")
+                       f"({sizes[0]} and {sizes[1]} tokens): take one with the same tokenizer")
     return teacher.to(setup.device).eval().requires_grad_(False)
-
-
-def note_teacher(setup, what, digest):
-    """Keep the teacher's hash in checkpoints, and say if the run had a different teacher before."""
-    before = setup.memory.setdefault(what, digest)
-    if before != digest:
-        print(f"resumed with different {what}: to go on with the first teacher, name its "
-              "checkpoint, RUN/ckpt_000004.pt", flush=True)
-        setup.memory[what] = digest
 
 
 def of_teacher(name, coef=1.0):
     """advantage(batch, setup, cfg) for a config file: coef * (log p(teacher) - log p(student)) of
     every sampled token (N, T). The teacher is loaded at the first call."""
     loaded = []
-    hashes = []
 
     def advantage(batch, setup, cfg):
         if not loaded:
             loaded.append(load_teacher(name, setup, cfg))
-            hashes.append(hash_of(loaded[0]))
-        note_teacher(setup, f"weights of the teacher {name!r}", hashes[0])
         with_teacher = replace(setup, reference=loaded[0])
         teacher_logp = grpo.reference_logprobs(with_teacher, batch.rollout, cfg)        # (N, T)
         return coef * (teacher_logp - batch.rollout.logp)

@@ -17,7 +17,7 @@ import torch
 from common.errors import BadInput, shown
 from data.tokenizer import texts_of
 from judge.rewards import call, check_arguments
-from extras.environment.tools import STOP, answer_calls, check_prompts_name, check_tools
+from extras.environment.tools import STOP, answer_calls, check_prompts_name
 
 
 def answering(tokenizer, cfg, prompts):
@@ -37,7 +37,6 @@ def try_environment(cfg, prompts):
     """Before training, try the environment: every prompt must have the columns that it takes, and
     it must answer an empty transcript and each stop string."""
     if cfg.tools:
-        check_tools(cfg.tools)
         check_prompts_name(cfg.tools, [prompt.text for prompt in prompts])
     function, stop_strings = environment_of(cfg)
     check_arguments("environment", function, prompts, "transcripts")

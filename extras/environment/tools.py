@@ -7,7 +7,6 @@ A config file only needs the table `tools = {"calc": calc}`. A tool takes the ar
 returns the answer to write after the call.
 """
 import ast
-import inspect
 import re
 from typing import NamedTuple
 
@@ -82,20 +81,6 @@ def call_metrics(completions):
     return {
         "tools/call_frequency": len(answers) / max(1, len(completions)),
         "tools/failure_frequency": answers.count(ERROR) / max(1, len(answers))}
-
-
-def check_tools(tools):
-    """BadInput for a tool that could not be called from a text."""
-    for name, tool in tools.items():
-        try:
-            if not PARTS.fullmatch(f"{name}("):
-                raise TypeError("no call can spell its name")
-            inspect.signature(tool).bind("text")
-            if inspect.iscoroutinefunction(tool):
-                raise TypeError("it is async")
-        except (TypeError, ValueError) as e:
-            raise BadInput(f"tools[{name!r}] = {shown(tool)}: must be a function that can be "
-                           f"called with one text ({e})") from None
 
 
 def check_prompts_name(tools, prompts):

@@ -9,8 +9,7 @@ from data.weights import save_gpt
 from extras.distill import of_teacher
 from model import GPT, GPTConfig
 from worlds import (
-    WORD_PROMPTS, WORDS, inputs_of, plain_logps, random_gpt, refusal, setup_of, shaken,
-    untimed_metrics, word_gpt, words)
+    WORD_PROMPTS, WORDS, plain_logps, refusal, setup_of, shaken, untimed_metrics, word_gpt, words)
 
 
 @pytest.fixture
@@ -40,11 +39,12 @@ def test_an_advantage_is_the_log_ratio_of_the_token(teacher):
         assert (found[len(a):] == 0).all(), "padding has an advantage"
 
 
-def test_other_tokens_are_refused_before_training(tmp_path):
+def test_a_teacher_of_other_tokens_is_refused(tmp_path):
     other = GPT(GPTConfig(vocab_size=400, block_size=32, n_layer=1, n_head=1, n_embd=8))
     save_gpt(tmp_path / "other.pt", other)
     cfg = taught(str(tmp_path / "other.pt"))
-    found = refusal(grpo.try_functions, cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
+    setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
+    found = refusal(grpo.collect, setup, WORD_PROMPTS, cfg, 1)
     assert "other.pt" in found and "400" in found
 
 
@@ -62,17 +62,3 @@ def test_a_run_is_a_teacher_and_its_student_goes_on_with_the_same_bits(tiny, run
     run_grpo(tmp_path / "parts", str(config), *more, "--max_iters=1")
     run_grpo(tmp_path / "parts", str(config), *more, "--max_iters=3", "--resume=True")
     assert untimed_metrics(tmp_path / "whole") == untimed_metrics(tmp_path / "parts")
-
-
-def test_a_teacher_that_has_become_another_is_said(tiny, run_grpo, tmp_path):
-    more = [f"--policy={tiny.policy}", "--judge=None", "--eval_judge=None"]
-    teacher = tmp_path / "teacher.pt"
-    config = tmp_path / "student.py"
-    config.write_text("from extras.distill import of_teacher\n"
-                      f"advantage = of_teacher({str(teacher)!r})\n"
-                      "def reward(prompts, completions):\n    return [0.0] * len(completions)\n")
-    for seed, its, is_said in ((1, 1, False), (1, 2, False), (2, 3, True)):
-        save_gpt(teacher, random_gpt(300, seed, block_size=32))
-        resume = ["--resume=True"] * (its > 1)
-        text = run_grpo(tmp_path / "run", str(config), *more, f"--max_iters={its}", *resume)
-        assert ("different weights of the teacher" in text) == is_said

@@ -17,7 +17,7 @@ from run.metrics import batch_metrics
 from run.sampling import sample_completions
 from rollout import empty_rollout, generate
 from extras.environment.tools import (
-    answer_calls, calc, call_metrics, check_prompts_name, check_tools, reply)
+    answer_calls, calc, call_metrics, check_prompts_name, reply)
 from extras.environment import answering, try_environment
 from run.settings import load_settings
 from worlds import (
@@ -220,13 +220,6 @@ def test_prompts_and_table_name_the_same_tools():
     """Another name is refused: tests/test_notes.py."""
     table = {"calc": calc, "send_slack_message": str}
     check_prompts_name(table, ["calc(2*2), send_slack_message(text)", "What is (2*2)?"])
-
-    async def waits(text):
-        return text
-
-    for tool in (lambda a, b: a, lambda: 1, 7, waits):
-        assert_refused("calc", check_tools, {"calc": tool})
-    assert_refused("calc it", check_tools, {"calc it": calc})
 
 
 def test_the_config_file_loads_and_its_tool_answers():
