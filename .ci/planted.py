@@ -444,10 +444,10 @@ MISTAKES = [
     *of("tracin.py", "test_influence.py::test_coefficients_of_targets",
         ("target of bad rewards", "value = (r - r.mean()) / ", "value = (r.mean() - r) / ")),
 
-    *of("grpo.py", "test_inputs.py::"
-        "test_an_optimizer_that_no_checkpoint_can_hold_is_refused_before_training",
-        ("an optimizer that no checkpoint can hold trains", "        check_state(setup.optimizer)\n",
-         "")),
+    *of("run/run.py", "test_inputs.py::"
+        "test_an_optimizer_that_no_checkpoint_can_hold_ends_the_run_after_its_first_step",
+        ("an optimizer that no checkpoint can hold trains on", "check_state(self.setup.optimizer)",
+         "pass")),
     # test_evaluation.py
     *of("run/evaluation.py",
         "test_evaluation.py::test_the_policy_before_training_knows_its_own_log_probs",

@@ -15,15 +15,6 @@ from rollout import Rollout
 from run.check import check
 from run.settings import assign, settings_that_are
 
-OFFERED = ("it", "cfg", "batch", "metrics", "setup", "memory")
-
-
-def try_after(cfg):
-    """Before training: does the config file's `after` take only arguments that exist?"""
-    if "after" in cfg.functions:
-        select_arguments("after", cfg.functions["after"], dict.fromkeys(OFFERED))
-
-
 # ------------------------------------------------------------------------------------------------
 # settings
 
@@ -138,7 +129,8 @@ def after_iteration(setup, it, cfg, batch, metrics):
     # call it with the arguments it takes
     edited = replace(cfg, given={})
     before = edited.public()
-    offered = dict(zip(OFFERED, (it, edited, batch, metrics, setup, setup.memory)))
+    offered = dict(it=it, cfg=edited, batch=batch, metrics=metrics, setup=setup,
+                   memory=setup.memory)
     after = cfg.functions["after"]
     keep = after(**select_arguments("after", after, offered))
 

@@ -10,6 +10,7 @@ state must be in its state_dict(), as tensors and plain numbers: a checkpoint sa
 """
 import io
 import math
+import pickle
 
 import torch
 
@@ -88,18 +89,18 @@ def load_state(optimizer, state):
 
 
 def check_state(optimizer):
-    """Refuse the config file's optimizer, after its first step, if a checkpoint could not save and
-    restore its state: the trained policy would be lost with it."""
+    """End the run after the first step of the config file's optimizer if a checkpoint could not
+    hold its state: the trained policy would be lost with it."""
     file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
     try:
-        torch.save(optimizer.state_dict(), file)
-        state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    except Exception as e:      # pickle has many
+        torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as e:
         words = str(e).split("WeightsUnpickler error: ")[-1]
         raise BadInput("optimizer: a checkpoint cannot hold its state_dict(), which must be "
                        f"tensors, numbers, text, and dicts or lists of these ({shown(words)})"
                        ) from e
-    load_state(optimizer, state)
 
 
 def adamw(named_parameters, cfg):

@@ -15,6 +15,7 @@ from run.folder import claimed_folder
 from run.inputs import what_was_read
 from run.log import MOST_UNSCORED, Log
 from run.metrics import kl_grad_share
+from run.optimizer import check_state
 from run.policy import save_base
 from run.report import Clock, print_table, print_verdict
 from run.saver import Saver
@@ -125,6 +126,8 @@ class Run:
     def end_iteration(self, done):
         """Evaluate and save where that is due. After Ctrl-C save and leave."""
         cfg = self.cfg
+        if done == self.start + 1 and "optimizer" in cfg.functions:
+            check_state(self.setup.optimizer)
         self.saver.mark_whole(done)
 
         # did any process receive a signal?

@@ -1,17 +1,16 @@
 """Inputs, which a run loads, and Setup, which the loop of grpo.py works with."""
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from common.device import autocast, machine, pick_device, pick_dtype
-from data.prompts import choose_prompts, load_prompts
+from data.prompts import load_prompts
 from fast import to_half
 from judge import load_judge, reward_functions
 from judge.rewards import check_columns
 from model import GPT
 from rollout import generate
-from run.after import try_after
 from run.optimizer import make_optimizer
 from run.policy import load_policy, reference_for, trainable
 from run.precision import check_precision
@@ -111,8 +110,8 @@ def read_inputs(cfg, may_train=True):
     # do the prompts have the columns that the config file's functions need?
     check_columns(cfg, prompts + eval_prompts + val_prompts)
     if cfg.answers:
-        from extras.environment import try_environment
-        try_environment(cfg, prompts + eval_prompts + val_prompts)
+        from extras.environment import check_environment
+        check_environment(cfg, prompts + eval_prompts + val_prompts)
     return Inputs(device, dtype, base, judges, tokenizer, prompts, eval_prompts, val_prompts)
 
 
@@ -136,34 +135,3 @@ def prepare(cfg, inputs):
     # bfloat16, a graph on a GPU, compiled code: where they give what plain float32 does
     check_precision(setup, cfg)
     return setup
-
-
-# ------------------------------------------------------------------------------------------------
-# a small step, which tries the functions of a config file
-
-
-# functions that a step calls, beside rewards
-OF_A_STEP = {"target", "weigh", "advantage", "optimizer", "objective", "divide"}
-
-
-def made_up_reward(completions):
-    return 0.1 * torch.arange(len(completions))
-
-
-def prepare_small(cfg, inputs):
-    """-> (Setup, settings) for a step that costs next to nothing: short completions, made-up
-    rewards, and no model that must be trained first. None where no step calls a function."""
-    try_after(cfg)
-    if "choose" in cfg.functions:
-        choose_prompts(inputs.prompts, {}, 0, cfg)
-    if not OF_A_STEP & cfg.functions.keys():
-        return None
-    answering = ("environment", "tools")
-    small = replace(
-        cfg, compile=False, mask_truncated_completions=False,
-        functions={name: f for name, f in cfg.functions.items() if name not in answering},
-        num_prompts=min(2, len(inputs.prompts)), mini_batch_size=0,
-        max_completion_length=min(4, cfg.max_completion_length))
-    setup = prepare(small, replace(inputs, judges={}, dtype=torch.float32))
-    setup.reward_funcs = dict.fromkeys(cfg.reward_funcs, made_up_reward)
-    return setup, small

@@ -10,7 +10,8 @@ import torch
 
 import grpo
 from common.files import ROOT
-from grpo import collect, collect_iteration, group_advantages, prepare, try_functions, update
+from grpo import collect, collect_iteration, group_advantages, prepare, update
+from run.after import after_iteration
 from run.settings import HOOKS, load_settings
 from worlds import (
     WORD_PROMPTS, WORDS, assert_near, assert_refused, gradient, inputs_of, letters, printed,
@@ -235,10 +236,17 @@ WRONG = [       # a function, and what the line names
 
 
 @pytest.mark.parametrize("name, function, named", WRONG)
-def test_what_a_function_does_wrong_is_refused_before_training(name, function, named):
+def test_what_a_function_does_wrong_ends_the_first_iteration(name, function, named):
     knobs = {"weigh": SELF, "target": dict(tracin="target")}.get(name, {})
     cfg = with_function(name, function, **knobs)
-    assert_refused((name, named), try_functions, cfg, inputs_of(word_gpt(), WORD_PROMPTS, WORDS))
+
+    def first_iteration():
+        setup = prepared(cfg)
+        batch = collect_iteration(setup, 0, cfg)
+        update(setup, batch, None, cfg, 3)
+        after_iteration(setup, 0, cfg, batch, {})
+
+    assert_refused((name, named), first_iteration)
 
 
 # ------------------------------------------------------------------------------------------------

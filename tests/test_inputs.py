@@ -99,13 +99,10 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(start, tmp_path):
                    "--max_iters=2", "--resume=True")
 
 
-@pytest.mark.parametrize("made, named", [
-    ("_Odd(weights, lr=learning_rate)", "deque"),
-    ("torch.optim.AdamW(weights, lr=np.float64(1e-3))", "numpy")])
-def test_an_optimizer_that_no_checkpoint_can_hold_is_refused_before_training(
-        made, named, start, tmp_path):
+def test_an_optimizer_that_no_checkpoint_can_hold_ends_the_run_after_its_first_step(
+        start, tmp_path):
     config = tmp_path / "config.py"
-    config.write_text("import collections, torch, numpy as np\n"
+    config.write_text("import collections, torch\n"
                       "class _Odd(torch.optim.SGD):\n"
                       "    def step(self):\n"
                       "        super().step()\n"
@@ -113,10 +110,11 @@ def test_an_optimizer_that_no_checkpoint_can_hold_is_refused_before_training(
                       "            self.state[p]['seen'] = collections.deque([1])\n"
                       "def optimizer(named_parameters, learning_rate):\n"
                       "    weights = [p for _, p in named_parameters]\n"
-                      f"    return {made}\n"
+                      "    return _Odd(weights, lr=learning_rate)\n"
                       "def reward(completions): return list(map(len, completions))\n")
-    assert_refused(("optimizer", named), start, tmp_path / "run", *OWN, str(config))
-    assert not list((tmp_path / "run").glob("ckpt_*")), "it was found in the middle of a run"
+    assert_refused(("optimizer", "deque"), start, tmp_path / "run", *OWN, str(config))
+    its = [row["iteration"] for row in read_rows(tmp_path / "run/metrics.jsonl")]
+    assert its == [1], "it was found in the middle of a run"
 
 
 def test_what_could_not_be_read_again_replaces_nothing(tmp_path):

@@ -33,15 +33,12 @@ def environment_of(cfg):
     return cfg.functions["environment"], cfg.stop_strings
 
 
-def try_environment(cfg, prompts):
-    """Before training, try the environment: every prompt must have the columns that it takes, and
-    it must answer an empty transcript and each stop string."""
+def check_environment(cfg, prompts):
+    """Before training: every prompt must have the columns that the environment takes."""
     if cfg.tools:
         check_prompts_name(cfg.tools, [prompt.text for prompt in prompts])
-    function, stop_strings = environment_of(cfg)
+    function, _ = environment_of(cfg)
     check_arguments("environment", function, prompts, "transcripts")
-    transcripts = ["", *stop_strings]
-    ask(function, prompts[:1] * len(transcripts), transcripts)
 
 
 def respond(tokenizer, prompts, function, stop_strings, max_turns, first, r, rows, t, column):

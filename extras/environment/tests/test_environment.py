@@ -18,7 +18,7 @@ from run.sampling import sample_completions
 from rollout import empty_rollout, generate
 from extras.environment.tools import (
     answer_calls, calc, call_metrics, check_prompts_name, reply)
-from extras.environment import answering, try_environment
+from extras.environment import answering, check_environment
 from run.settings import load_settings
 from worlds import (
     WORDS, WORD_PROMPTS, assert_refused, settings, setup_of, word_gpt)
@@ -147,7 +147,7 @@ def test_what_samples_hears_the_environment_and_is_given_columns():
                for i, (text, ids, _) in enumerate(WORD_PROMPTS)]
     cfg = with_game(tell, num_eval_generations=3, num_generations=2)
     setup = setup_of(cfg, policy=word_gpt(), prompts=prompts, tokenizer=WORDS)
-    try_environment(cfg, prompts)
+    check_environment(cfg, prompts)
     for sampling in (lambda: sample_completions(setup, setup.policy, prompts, cfg, 3),
                      lambda: evaluate(setup, setup.policy, cfg)):
         seen.clear()
@@ -172,13 +172,12 @@ def test_metrics_count_what_the_policy_drew():
 
 
 @pytest.mark.parametrize("function, name", [
-    (lambda transcripts: transcripts[1:], "transcripts"),
     (lambda transcripts, answer: [], ("'answer'", "'last'")),
     (lambda prompts, completions: [], "transcripts")])
 def test_what_an_environment_does_wrong_is_one_line(function, name):
     known = [Prompt(text, ids, row | {"answer": 1}) for text, ids, row in WORD_PROMPTS]
     prompts = [*known, Prompt("last", [1], {"text": "last"})]
-    assert_refused(name, try_environment, with_game(function), prompts)
+    assert_refused(name, check_environment, with_game(function), prompts)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -225,7 +224,7 @@ def test_prompts_and_table_name_the_same_tools():
 def test_the_config_file_loads_and_its_tool_answers():
     cfg = load_settings([f"{ROOT}/extras/environment/config/calculator.py"])
     prompts = [Prompt(row["text"], [1], row) for row in cfg.functions["questions"](50, 1)]
-    try_environment(cfg, prompts)
+    check_environment(cfg, prompts)
     r = drawn(["calc(12*7)"])
     t = int(r.completion_mask.sum()) - 1
     answering(WORDS, cfg, prompts)(0, r, torch.arange(1), t, t + 1)
