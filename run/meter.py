@@ -1,20 +1,39 @@
 """
 The metrics of an update, added up over its micro-batches and steps. run/metrics.py computes each of
-them. The sums stay on the device until the end of the update, so that a GPU is waited for once.
+them. The sums stay on the device until the end of the update, so that micro-batches do not
+wait for a GPU.
 """
 import math
+from typing import NamedTuple
 
 import torch
 from torch.nn.utils import get_total_norm
 
 from common.guards import check_ratio, check_step
 from common.processes import all_gather
-from run.metrics import (
-    PER_STEP, influence_metrics, influence_spread, loss_metrics, units_of)
+from run.metrics import influence_metrics, influence_spread, loss_metrics, units_of
+
+
+def totals_of(sums):
+    """{name: sum, a tensor ()} -> {name: number}, over all processes."""
+    numbers = torch.stack([*sums.values()]).tolist() if sums else []
+    totals = {}
+    for name, x in all_gather([*zip(sums, numbers)]):
+        totals[name] = totals.get(name, 0.0) + x
+    return totals
+
+
+class Spread(NamedTuple):
+    """How numbers are spread; five zeros of no numbers."""
+    count: float
+    mean: float
+    std: float
+    least: float
+    greatest: float
 
 
 def piece_of(x, mask, around=0.0):
-    """What a spread needs of the numbers x where mask is True: count, sum, sum of squares, least,
+    """What a Spread needs of the numbers x where mask is True: count, sum, sum of squares, least,
     greatest (5,). around: what is taken off before the sums, so that the difference of two squares
     loses no digits."""
     deviation = (x - around).masked_fill(~mask, 0).double()
@@ -25,17 +44,16 @@ def piece_of(x, mask, around=0.0):
 
 
 def spread_of(pieces, around=0.0):
-    """(count, mean, std, least, greatest) of the numbers in the pieces of all processes; five zeros
-    if there are none."""
+    """The Spread of the numbers in the pieces of all processes."""
     # in one transfer, since each waits for a GPU
     rows = all_gather(torch.stack(pieces).tolist() if pieces else []) or [[0.0] * 5]
     pieces = torch.tensor(rows, dtype=torch.float64)                                # (M, 5)
     count, total, squares = pieces[:, :3].sum(0).tolist()
     if count == 0:
-        return (0.0,) * 5
+        return Spread(0.0, 0.0, 0.0, 0.0, 0.0)
     variance = (squares - total ** 2 / count) / max(count - 1, 1)
-    return (count, around + total / count, max(variance, 0.0) ** 0.5,
-            float(pieces[:, 3].min()), float(pieces[:, 4].max()))
+    return Spread(count, around + total / count, max(variance, 0.0) ** 0.5,
+                  float(pieces[:, 3].min()), float(pieces[:, 4].max()))
 
 
 class Meter:
@@ -56,10 +74,10 @@ class Meter:
         self.ratios = []            # pieces of a spread
         self.gaps = []              # likewise: |trainer's - sampler's log-prob| before a step
         self.influences = []        # (n,) of the rollouts that each step has scored
-        # {name: sum and count}. These names are logged even if there are no rows, or no step
-        zero = torch.zeros((), dtype=torch.float64, device=setup.device)
-        self.zeros = [zero, zero]
-        self.sums = dict.fromkeys(("loss", "policy_loss"), [zero, zero + PER_STEP])
+        # {name: sum} and {name: count}. Two names are logged even if there is no row, or no step
+        self.zero = torch.zeros((), dtype=torch.float64, device=setup.device)
+        self.sums = {"loss": self.zero, "policy_loss": self.zero}
+        self.counts = {}            # what has none is a mean over the steps
 
     def begin_step(self):
         """Count a step in, whether it will be taken or not -> is_fresh."""
@@ -67,10 +85,11 @@ class Meter:
         return self.is_fresh
 
     def count(self, pairs):
-        """Add up {name: (sum, count)}, tensors () or numbers."""
-        for name, pair in pairs.items():
-            so_far = self.sums.get(name, self.zeros)
-            self.sums[name] = [total + x for total, x in zip(so_far, pair)]
+        """Add up {name: (sum, count or None)}, tensors () or numbers."""
+        for name, (x, count) in pairs.items():
+            self.sums[name] = self.sums.get(name, self.zero) + x
+            if count is not None:
+                self.counts[name] = self.counts.get(name, self.zero) + count
 
     @torch.no_grad()
     def add(self, loss):
@@ -88,8 +107,8 @@ class Meter:
     def logp_difference(self):
         """(mean, largest) difference of the trainer's log-probs from the sampler's, over the tokens
         before the first optimizer step, in all processes."""
-        _, mean, _, _, largest = spread_of(self.gaps)
-        return mean, largest
+        spread = spread_of(self.gaps)
+        return spread.mean, spread.greatest
 
     def check_ratio(self, batch):
         """Before the first step of a run: is policy / sampler 1?"""
@@ -105,7 +124,7 @@ class Meter:
     def add_step(self, batch, grad_norm):
         """Count a step that is about to be taken, while its gradient is not clipped yet. grad_norm:
         its norm (). End the run if something in the step must not be there."""
-        loss, norm = torch.stack([self.sums["loss"][0], grad_norm.double()]).tolist()
+        loss, norm = torch.stack([self.sums["loss"], grad_norm.double()]).tolist()
         check_step(self.setup, batch, sum(all_gather([loss])), norm)
         self.count({"grad_norm": (norm, 1)})
         if self.cfg.critic:
@@ -129,26 +148,22 @@ class Meter:
             sampling/sampling_logp_difference/mean, sampling/sampling_logp_difference/max:
                 trainer's log-probs against the sampler's: rounding, or a bug
         """
-        # sums over micro-batches, steps and processes, in one copy from the device
-        sums = torch.stack([torch.stack(pair) for pair in self.sums.values()]).tolist()
-        totals = {}
-        for name, pair in all_gather([*zip(self.sums, sums)]):
-            totals[name] = [a + b for a, b in zip(totals.get(name, (0.0, 0.0)), pair)]
-
         # means over what was counted, NaN where that is nothing, or over the steps
         steps = max(1, self.num_begun)
+        counts = totals_of(self.counts)
         norms = ["grad_norm", "val/grad_norm"] if self.cfg.critic else ["grad_norm"]
         metrics = dict.fromkeys(norms, 0.0)         # without a step
-        for name, (total, count) in totals.items():
-            metrics[name] = total / (steps if count == PER_STEP else count or math.nan)
+        for name, total in totals_of(self.sums).items():
+            metrics[name] = total / (counts[name] or math.nan) if name in counts else total / steps
         metrics["num_steps"] = self.num_steps
         if self.cfg.tracin != "off":
             metrics["tracin/empty_steps"] = self.num_empty
 
         # of all ratios, of all influences, and of sampler beside trainer
-        count, _, spread, least, greatest = spread_of(self.ratios, around=1.0)
-        if count:
-            metrics |= {"ratio_std": spread, "ratio_min": least, "ratio_max": greatest}
+        ratio = spread_of(self.ratios, around=1.0)
+        if ratio.count:
+            metrics |= {"ratio_std": ratio.std, "ratio_min": ratio.least,
+                        "ratio_max": ratio.greatest}
         if self.influences:
             metrics |= influence_spread(torch.cat(self.influences).cpu())
         mean, largest = self.logp_difference()

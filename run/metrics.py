@@ -20,8 +20,6 @@ from loss import losses, objective_of
 from tape import cosine, inner
 from tracin import target_coefficients
 
-PER_STEP = math.inf     # in place of a count: divide the sum by the number of steps
-
 
 def units_of(loss):
     """True where a ratio counts: tokens with loss (n, T), or at sequence level rows with loss
@@ -32,7 +30,8 @@ def units_of(loss):
 
 def loss_metrics(loss, cfg):
     """Metrics of a micro-batch -> {name: (sum, count)}, tensors () or numbers. The log has
-    sum / count over all micro-batches, steps and processes, for every name in here.
+    sum / count over all micro-batches, steps and processes, for every name in here. count None:
+    the sum over micro-batches, and its mean over the steps.
 
     Metrics:
         loss: mean over steps
@@ -46,14 +45,14 @@ def loss_metrics(loss, cfg):
     """
     # the loss and its parts, which are divided by the size of the whole step already
     metrics = {
-        "loss": (loss.total.double(), PER_STEP),
-        "policy_loss": (loss.policy.double() + loss.kl, PER_STEP)}
+        "loss": (loss.total.double(), None),
+        "policy_loss": (loss.policy.double() + loss.kl, None)}
     if cfg.kl_in_loss:
-        metrics["kl_loss"] = loss.kl, PER_STEP
+        metrics["kl_loss"] = loss.kl, None
     if cfg.entropy_coef:
-        metrics["entropy_loss"] = loss.entropy, PER_STEP
+        metrics["entropy_loss"] = loss.entropy, None
     if cfg.critic:
-        metrics["critic_loss"] = loss.critic, PER_STEP
+        metrics["critic_loss"] = loss.critic, None
 
     # the ratio, what the clip holds back, and the KL
     mask = loss.batch.loss_mask

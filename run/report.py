@@ -33,8 +33,8 @@ LINES = {
 
 class Clock:
     """Where the time of an iteration goes: seconds by phase, and lines inside the iteration with
-    the memory in use and the time since the last line. Both wait for a GPU, to time finished work.
-    on: False prints nothing, and waits only at the end of a phase."""
+    the memory in use and the time since the last line. It waits for a GPU at the end of a phase, to
+    time finished work. on: print the lines, which wait once more for each micro-batch."""
 
     def __init__(self, device, on):
         self.device = device
@@ -77,7 +77,7 @@ class Clock:
                 kl = loss.batch.kl if loss.kl_by_token is None else loss.kl_by_token
                 parts["kl"] = (kl * mask).sum() / mask.sum().clamp(min=1)
             parts |= {"beta*kl": loss.kl, "total": loss.total}
-            # in one transfer, since each waits for a GPU
+            # one transfer, which waits for a GPU
             numbers = torch.stack([x.to(loss.policy) for x in parts.values()]).tolist()
             values = "".join(f", {name}={x:.6f}" for name, x in zip(parts, numbers))
             self.line(f"[Micro {self.micro}] 4. Loss computed", values)
@@ -85,10 +85,10 @@ class Clock:
 
     def line(self, text, values="", is_last=False):
         """Print a line with the time since the last one; at the end of an iteration also since its
-        start."""
+        start. Call it when a GPU has done its work."""
         if not self.on:
             return
-        now = self.now()
+        now = time.monotonic()
         spent = f"time={now - self.last_line:.3f}s"
         if is_last:
             spent = f"step={now - self.last_line:.3f}s, time={now - self.start:.3f}s total"
