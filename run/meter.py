@@ -1,7 +1,7 @@
 """
 The metrics of an update, added up over its micro-batches and steps. run/metrics.py computes each of
-them. The sums stay on the device until the end of the update, so that micro-batches do not
-wait for a GPU.
+them. The sums stay on the device until the end of the update, so that no micro-batch waits for a
+GPU.
 """
 import math
 from typing import NamedTuple
