@@ -7,15 +7,16 @@ This command measures the last checkpoint of a run, with changed settings if you
 from common.cli import run_script    # before torch: see common
 
 from grpo import prepare, read_inputs
-from run.checkpoint import load_checkpoint, look_at, newest_checkpoint
+from run.checkpoint import load_checkpoint, newest_checkpoint
 from run.evaluation import evaluate
 from run.report import print_table
+from run.settings import load_settings
 
 
 def main(argv):
-    cfg = look_at(argv)
+    cfg = load_settings([*argv, "--compile=False"])      # it would take longer than it saves
     setup = prepare(cfg, read_inputs(cfg, may_train=False))
-    path = newest_checkpoint(argv[0])       # not earlier: a live run removes older ones
+    path = newest_checkpoint(cfg.out_dir)       # not earlier: a live run removes older ones
     iteration = load_checkpoint(path, setup, cfg)["iteration"]
     print(f"{path}: after {iteration} iterations")
 

@@ -20,8 +20,9 @@ import torch
 from data.prompts import Prompt, encode_prompt, note_texts
 from grpo import prepare, read_inputs
 from judge.rewards import reward_facts, score
-from run.checkpoint import load_checkpoint, look_at, newest_checkpoint
+from run.checkpoint import load_checkpoint, newest_checkpoint
 from run.sampling import sample_completions
+from run.settings import load_settings
 
 
 @torch.no_grad()
@@ -74,9 +75,9 @@ def main(argv):
     if not argv:
         raise BadInput('usage: python sample.py RUN [CONFIG.py] [--prompt="You are"] [--num=5] '
                        "[--before=True] [--chat=True] [--setting=value ...]")
-    cfg = look_at(argv)
+    cfg = load_settings([*argv, "--compile=False"])      # it would take longer than it saves
     setup = prepare(cfg, read_inputs(cfg, may_train=False))
-    path = newest_checkpoint(argv[0])       # not earlier: a live run removes older ones
+    path = newest_checkpoint(cfg.out_dir)       # not earlier: a live run removes older ones
     iteration = load_checkpoint(path, setup, cfg)["iteration"]
     print(f"{path}: after {iteration} iterations")
 

@@ -1,5 +1,5 @@
 """
-The folder of a run. Only rank 0 writes.
+What a run writes, by rank 0 alone:
 
     config.json    settings, versions, text of the config file; can be named as a config
     config.py      that text; runs only if a command names it
@@ -13,24 +13,22 @@ import math
 import os
 import platform
 import random
-import re
-import shlex
-import shutil
 import subprocess
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.errors import BadInput
-from common.files import flush, load_file, replacing, save_file, write_json
+from common.files import ROOT, flush, load_file, replacing, save_file, write_json
 from common.guards import moments_of
 from common.processes import rank_and_size
 from common.seeds import hash_of
 from run.after import change_again, changes_of, load_replay, replay_state
 from run.inputs import changed_inputs, of_prompts
 from run.optimizer import load_state, name_of
-from run.settings import load_settings, settings_that_are
+from run.settings import settings_that_are
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 
@@ -54,9 +52,7 @@ def write_run_config(folder, cfg, device, changes):
     if rank_and_size()[0] > 0:
         return
 
-    # the revision of the code, which gives the settings their meaning
-    code = shlex.quote(os.path.dirname(os.path.abspath(__file__)))
-    git = subprocess.getoutput(f"git -C {code} rev-parse HEAD")     # or git's error
+    git = subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")       # or the shell's error
     write_json(f"{folder}/config.json", dict(
         settings=cfg.public(), functions=sorted(cfg.functions), source=cfg.source,
         device=str(device), torch=torch.__version__, python=platform.python_version(),
@@ -64,16 +60,26 @@ def write_run_config(folder, cfg, device, changes):
 
     # and the text of the config file
     if cfg.source is not None:
-        config = f"{folder}/config.py"
-        with replacing(config) as tmp, open(tmp, "w", encoding="utf-8") as f:
+        with replacing(f"{folder}/config.py") as tmp, open(tmp, "w", encoding="utf-8") as f:
             f.write(cfg.source)
 
 
 def checkpoints(folder):
-    """Paths of a run's checkpoints, the newest last. Skip links and folders with such a name, which
-    are a user's."""
-    paths = sorted(glob.glob(f"{glob.escape(folder)}/ckpt_{'[0-9]' * 6}.pt"))
-    return [path for path in paths if os.path.isfile(path) and not os.path.islink(path)]
+    """Paths of a run's checkpoints, the newest last."""
+    return sorted(glob.glob(f"{glob.escape(folder)}/ckpt_{'[0-9]' * 6}.pt"))
+
+
+def iterations_of(path):
+    """How many iterations were done at a checkpoint, from its name."""
+    return int(path[-9:-3])
+
+
+def newest_checkpoint(folder):
+    """Path of a run's newest checkpoint."""
+    paths = checkpoints(folder)
+    if not paths:
+        raise BadInput(f"{folder}: has no checkpoint")
+    return paths[-1]
 
 
 def random_state():
@@ -126,39 +132,12 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
             os.remove(path)
 
 
-def iterations_of(path):
-    """How many iterations were done at a checkpoint, from its name."""
-    return int(path[-9:-3])
-
-
-def newest_checkpoint(folder, before=False):
-    """Path of a run's newest checkpoint, or of the one before it."""
-    paths = checkpoints(folder)
-    number = 2 if before else 1
-    if len(paths) < number:
-        raise BadInput(f"{folder}: has no checkpoint{' before the last one' * before}")
-    return paths[-number]
-
-
-def read_checkpoint(path):
-    """The content of a checkpoint."""
-    content = load_file(path, "run")
-
-    # newest_checkpoint goes by the name, so it must be right
-    has_number = re.fullmatch(r"ckpt_\d{6}\.pt", os.path.basename(path))
-    if has_number and content["iteration"] != iterations_of(path):
-        raise BadInput(f"{path}: was written after {content['iteration']} iterations: rename "
-                       f"it to ckpt_{content['iteration']:06}.pt")
-    return content
-
-
 def changed_settings(before, cfg):
-    """The settings that make it a different run -> {name: (value before, value now)}. A setting
-    that is missing in `before` had its default."""
+    """The settings that make it a different run -> {name: (value before, value now)}."""
     changed = {}
     free = settings_that_are("free")
     for name, now in cfg.public().items():
-        was = before.get(name, getattr(type(cfg), name))
+        was = before.get(name)      # None: the setting is new
         if name not in free and json.dumps(was, default=str) != json.dumps(now):
             changed[name] = was, now
     return changed
@@ -177,7 +156,7 @@ def begin_logs(folder, cfg):
 def load_checkpoint(path, setup, cfg):
     """Load a checkpoint into policy, optimizer, reference, influence, the state of `after` and the
     global random generators -> its content."""
-    content = read_checkpoint(path)
+    content = load_file(path, "run")
 
     # does it belong to this run?
     if content["base_hash"] != hash_of(setup.base):
@@ -205,16 +184,14 @@ def load_checkpoint(path, setup, cfg):
     change_again(cfg, content)
     setup.memory = content["memory"]
 
-    # hashes of the inputs, and the history of prompts, if the prompts are still the same
-    setup.has_read = content["has_read"]
+    # the history of prompts, if the prompts are still the same
     setup.changes = content["changes"]
-    is_about_prompts = content["seen"] or content["replay"]
-    if is_about_prompts and setup.has_read["prompts"] != of_prompts(setup.prompts):
-        print("note: the prompts have changed: choose starts without their history, and no rollout "
-              "is replayed")
-    else:
+    if content["has_read"]["prompts"] == of_prompts(setup.prompts):
         setup.seen = content["seen"]
         load_replay(setup, content["replay"])
+    elif content["seen"] or content["replay"]:
+        print("note: the prompts have changed: choose starts without their history, and no rollout "
+              "is replayed")
     set_random_state(content["random"])
     return content
 
@@ -240,54 +217,18 @@ def say_changes(setup, content, cfg):
                       for name, (old, new) in (changed | inputs).items()]
 
 
-def say_groups(fresh, loaded):
-    """Name the settings that an optimizer has from its checkpoint, where a fresh one has others."""
-    names = {name for old, new in zip(fresh, loaded) for name, x in new.items()
-             if name not in ("params", "lr") and repr(x) != repr(old.get(name))}
-    if names:
-        print(f"the optimizer goes on with the checkpoint's {', '.join(sorted(names))}")
-
-
 def resume(folder, setup, cfg):
     """Restore the last checkpoint and cut the logs to match -> (iterations done, tokens seen)."""
     path = newest_checkpoint(folder)
-    has_read = setup.has_read
-    fresh = [dict(group) for group in setup.optimizer.param_groups]
     content = load_checkpoint(path, setup, cfg)
-    setup.has_read = setup.has_read | has_read
-
-    # rows after the checkpoint will be cut off and written again: are the logs long enough?
-    sizes = {f"{folder}/{name}": content[name] for name in LOGS}
-    for log, size in sizes.items():
-        if not os.path.exists(log) or os.path.getsize(log) < size:
-            raise BadInput(f"{log}: shorter than when {path} was written, so the run cannot "
-                           "continue: put the file back, or choose another --out_dir")
-
-    # say what has changed, and what of a user's optimizer is the checkpoint's
     say_changes(setup, content, cfg)
-    say_groups(fresh, setup.optimizer.param_groups)
 
-    # every check has passed, so cut the logs, in copies: a link, such as `cp -al` makes, leads to
-    # the file of a different folder
-    if rank_and_size()[0] == 0:
-        for log, size in sizes.items():
-            with replacing(log) as tmp:
-                shutil.copyfile(log, tmp)
-                os.truncate(tmp, size)
+    # rows after the checkpoint will be written again. Cut copies: `cp -al` makes links, which lead
+    # to the logs of a different run
+    for name in LOGS if rank_and_size()[0] == 0 else ():
+        with open(f"{folder}/{name}", "rb") as f, replacing(f.name) as tmp:
+            Path(tmp).write_bytes(f.read(content[name]))
     print(f"resumed {path} after {content['iteration']} iterations")
     if content["iteration"] >= cfg.max_iters:
         print(f"already at max_iters = {cfg.max_iters}: nothing to do")
     return content["iteration"], content["num_tokens"]
-
-
-def look_at(argv):
-    """Settings for a command that only looks at a run. argv: its folder, then the config file with
-    its functions, and changed settings."""
-    first = argv[0] if argv else "no argument"
-    if not os.path.isdir(first):
-        raise BadInput(f"{first}: must be the folder of a run: RUN [CONFIG.py] [--setting=value "
-                       "...]")
-    cfg = load_settings(argv)
-    cfg.compile = False     # compiling would take longer than it saves
-    newest_checkpoint(first)
-    return cfg

@@ -1,6 +1,6 @@
 """
-The folder of a run. It is locked while the run lives, and a run is never overwritten: the same
-command continues an interrupted run, and a different command needs its own folder.
+Whose folder is out_dir? A run locks it while it lives. No run is overwritten: the same command
+continues it, and a different command needs its own folder.
 """
 import contextlib
 import glob

@@ -5,14 +5,14 @@ import os
 import torch
 
 from common.errors import BadInput
-from common.files import load_torch, read_json
+from common.files import load_file, load_torch, read_json
 from common.processes import rank_and_size
 from common.seeds import seed_for
 from data.tokenizer import load_tokenizer
 from data.weights import load_gpt, merged_weights, rebuilt, save_gpt
 from fast import to_float
 from model import Policy
-from run.checkpoint import checkpoints, newest_checkpoint, read_checkpoint
+from run.checkpoint import checkpoints, newest_checkpoint
 from run.settings import PARTS, Settings, read_run
 
 BASE = "base.pt"        # in the folder of a run, see save_base
@@ -101,7 +101,7 @@ def origin_of(name):
     if checkpoint := checkpoint_of(name):
         copied = f"{os.path.dirname(checkpoint) or '.'}/{BASE}"     # the earlier run may be gone
         is_here = os.path.exists(copied)
-        return origin_of(copied if is_here else settings_of(read_checkpoint(checkpoint)).policy)
+        return origin_of(copied if is_here else settings_of(load_file(checkpoint, "run")).policy)
     return load_torch(name, tables_only=True).get("origin", name) if name.endswith(".pt") else name
 
 
@@ -116,7 +116,7 @@ def load_run(path):
     if checkpoint is None:
         policy = load_gpt(path)
     else:       # its settings say whether it has adapters
-        content = read_checkpoint(checkpoint)
+        content = load_file(checkpoint, "run")
         cfg = settings_of(content)
         policy = rebuilt(checkpoint, content["shape"], content["policy"],
                          lambda config: trainable(Policy(config), cfg))

@@ -81,9 +81,8 @@ def test_what_an_optimizer_counts_in_its_groups_goes_on(start, tmp_path):
     flags = (*OWN, str(config), "--learning_rate=1.0")
     start(tmp_path / "whole", *flags, "--max_iters=4")
     start(tmp_path / "parts", *flags, "--max_iters=2")
-    text = start(tmp_path / "parts", *flags, "--max_iters=4", "--resume=True")
+    start(tmp_path / "parts", *flags, "--max_iters=4", "--resume=True")
     assert_same_weights(tmp_path / "whole", tmp_path / "parts", "the count began anew")
-    assert re.search(r"goes on with .* k\n", text), "nothing says what a new one would not have"
 
     config.write_text(COUNTING.replace("RATE", "2"))
     start(tmp_path / "parts", *flags, "--max_iters=5", "--resume=True")

@@ -8,7 +8,7 @@ import torch
 
 from grpo import prepare, read_inputs
 import sample as speak
-from run.checkpoint import look_at
+from run.settings import load_settings
 from worlds import assert_refused, command, printed, read_rows, refusal
 
 LINE = re.compile(r"^ +(\d\.\d{3}) +(\d\.\d{3})  ('.*'|\".*\")$")
@@ -40,7 +40,7 @@ def test_completions_have_the_scores_of_the_judges(run):
     assert lines[1].split()[:2] == ["judge", "eval_judge"]
     assert len(spoken(lines)) == 3
     assert len(spoken(say(run, "--prompt=a green river"))) == 5
-    cfg = look_at([run])
+    cfg = load_settings([run])
     judges = prepare(cfg, read_inputs(cfg, may_train=False)).judges.values()
     for *scores, text in spoken(lines):
         for score, judge in zip(scores, judges, strict=True):

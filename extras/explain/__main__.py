@@ -27,6 +27,7 @@ from types import SimpleNamespace
 import grpo
 from common.cli import own_flags, run_script
 from common.errors import BadInput
+from common.files import load_file
 from common.processes import rank_and_size
 from extras.explain.account import account, replay, smoothness
 from extras.explain.page import show
@@ -36,7 +37,7 @@ from extras.explain.tables import story_of
 from extras.explain.target import follow
 from extras.explain.told import say_smooth, told_of
 from loss import objective_of
-from run.checkpoint import newest_checkpoint, read_checkpoint
+from run.checkpoint import newest_checkpoint
 from run.settings import load_settings
 
 FLAGS = dict(target="", prompt="", completion="", prompts="", account=False, by="", held_out=0,
@@ -70,7 +71,7 @@ def explain(folder, cfg, options):
     """Print the account of a run and write RUN/account.html. options: the FLAGS."""
     # which run, and which number
     path = newest_checkpoint(folder)
-    last = read_checkpoint(path)
+    last = load_file(path, "run")
     since, end = options.since, last["iteration"]
     if since >= end:
         raise BadInput(f"--since={since}: must be below {end}, the iterations of {path}")
