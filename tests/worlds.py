@@ -123,8 +123,7 @@ END = 0
 PROMPTS = [Prompt("2 3", [2, 3], {}), Prompt("5 1 4 1", [5, 1, 4, 1], {})]  # the first is padded
 TOKENIZER = SimpleNamespace(
     eot_token=END, n_vocab=12, decode=lambda ids: " ".join(map(str, ids)),
-    encode_ordinary=lambda text: [int(word) for word in text.split()],
-    decode_single_token_bytes=lambda i: f" {i}".encode())
+    encode_ordinary=lambda text: [int(word) for word in text.split()])
 
 
 def number_gpt():

@@ -97,12 +97,6 @@ class Tokenizer:
     def decode(self, ids):
         return self.core.decode(ids, skip_special_tokens=False)
 
-    def decode_single_token_bytes(self, i):
-        token = self.core.id_to_token(i) or ""
-        if set(token) <= BYTE_OF.keys():
-            return bytes(BYTE_OF[c] for c in token)
-        return token.encode()
-
 
 def from_folder(folder):
     """Read tokenizer.json, or vocab.json and merges.txt, and the configs beside them."""
