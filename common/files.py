@@ -1,13 +1,11 @@
 """Files: written under a temporary name and renamed; read without running any code in them."""
 import contextlib
 import csv
-import errno
 import gzip
 import importlib.util
 import json
 import os
 import shutil
-import zipfile
 import zlib
 from pathlib import Path
 
@@ -34,38 +32,23 @@ def remove(path):
         os.remove(path)
 
 
-# errors of disks without fsync: some network and FUSE disks, folders on Windows
-CANNOT_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF)
-
-
 def flush(path):
-    """Wait until a file, or the names in a folder, are on the disk, as far as it has fsync."""
-    try:
-        number = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
-    except OSError as e:
-        if e.errno not in CANNOT_FLUSH:
-            raise
+    """Wait until a file is on the disk: a power failure then loses none of it."""
+    with open(path, "rb+") as f:
+        os.fsync(f.fileno())
 
 
 @contextlib.contextmanager
 def replacing(path):
     """Yield a temporary name. The file or folder made there takes the name `path` at the end: a
-    reader sees the old one or the new one, never half of it, even after a power failure."""
+    reader sees the old one or the new one, never half of it."""
     tmp = f"{path}.{os.getpid()}.tmp"
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     try:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        remove(tmp)     # it may be a link
         yield tmp
-        flush(tmp)
+        if os.path.isfile(tmp):
+            flush(tmp)
         os.replace(tmp, path)
-        flush(os.path.dirname(path) or ".")
-    except OSError as e:
-        raise BadInput(f"{path}: could not be written ({e.strerror or e}); what was saved before "
-                       "is still there") from e
     finally:
         remove(tmp)
 
@@ -172,39 +155,27 @@ def read_log(path):
 
 
 def save_file(path, kind, **content):
-    """Write a checkpoint of this kind: "policy", "judge", "run", ... torch's error for content that
-    could not be read again; the file that was there then stays."""
+    """Write a checkpoint of this kind: "policy", "judge", "run", ..."""
     with replacing(path) as tmp:
-        try:
-            torch.save({"kind": kind, **content}, tmp)
-        except RuntimeError as e:   # how torch reports it
-            raise OSError("the disk is full, or a file may not be that large") from e
-        torch.load(tmp, map_location="meta", weights_only=True)     # can it be read again?
+        torch.save({"kind": kind, **content}, tmp)
 
 
-def load_torch(path, kind=None, tables_only=False):
-    """Read what torch.save wrote, onto the CPU: tables and numbers only, never code. Look for a
-    relative path here, then beside the code: data/policy.pt. BadInput if it is missing or broken.
-    kind: what the file should be, for the advice. tables_only: tensors without their numbers, which
+def load_torch(path, device="cpu"):
+    """Read what torch.save wrote: tables and numbers only, never code. Look for a relative path
+    here, then beside the code: data/policy.pt. device "meta": tensors without their numbers, which
     is fast."""
     place = path if os.path.exists(path) else os.path.join(ROOT, path)
     if not os.path.isfile(place):
         raise BadInput(f"{path}: no such file")
     try:
-        if tables_only:
-            return torch.load(place, map_location="meta", weights_only=True)
-        with zipfile.ZipFile(place) as f:       # torch does not look at check sums
-            if f.testzip():
-                raise ValueError
-        return torch.load(place, map_location="cpu", weights_only=True)
+        return torch.load(place, map_location=device, weights_only=True)
     except Exception as e:  # torch reports broken files in a dozen ways
-        if "Weights only load failed" in str(e):
+        if "Weights only load failed" in str(e):    # its advice would run what is inside
             raise BadInput(f"{path}: holds objects, and only tables of tensors and plain numbers "
                            "are opened: save it again, model.state_dict() for a model and float(x) "
                            "for a number of numpy") from e
-        advice = " (a run continues from the one before, once this is moved away)" * (kind == "run")
-        raise BadInput(
-            f"{path}: not a readable checkpoint, perhaps damaged or cut short{advice}") from e
+        raise BadInput(f"{path}: not a readable checkpoint, perhaps cut short (a run continues "
+                       "from the one before, once this is moved away)") from e
 
 
 def check_kind(content, kind, path):
@@ -219,7 +190,7 @@ def check_kind(content, kind, path):
 
 
 def load_file(path, kind):
-    """The dict that save_file wrote, on the CPU: see load_torch. BadInput for a different kind."""
-    content = load_torch(path, kind)
+    """The dict that save_file wrote, on the CPU. BadInput for a different kind."""
+    content = load_torch(path)
     check_kind(content, kind, path)
     return content

@@ -33,7 +33,7 @@ def rebuilt(path, shape, weights, make):
 def load_gpt(path, kind="policy", make=Policy):
     """Read the policy that save_gpt or nanoGPT wrote, onto the CPU. kind, make: for a judge, or any
     module that is made from a GPTConfig."""
-    content = load_torch(path, kind)
+    content = load_torch(path)
     if kind == "policy" and isinstance(content, dict) and "model_args" in content:
         return rebuilt(path, *of_nanogpt(content, path), make)
     check_kind(content, kind, path)

@@ -85,7 +85,7 @@ def checkpoint_of(name):
     file itself. None if the policy does not come from a run."""
     if is_run(name):
         return newest_checkpoint(name)
-    content = load_torch(name, tables_only=True) if name.endswith(".pt") else None
+    content = load_torch(name, device="meta") if name.endswith(".pt") else None
     return name if isinstance(content, dict) and content.get("kind") == "run" else None
 
 
@@ -102,7 +102,7 @@ def origin_of(name):
         copied = f"{os.path.dirname(checkpoint) or '.'}/{BASE}"     # the earlier run may be gone
         is_here = os.path.exists(copied)
         return origin_of(copied if is_here else settings_of(load_file(checkpoint, "run")).policy)
-    return load_torch(name, tables_only=True).get("origin", name) if name.endswith(".pt") else name
+    return load_torch(name, device="meta").get("origin", name) if name.endswith(".pt") else name
 
 
 # ------------------------------------------------------------------------------------------------

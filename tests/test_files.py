@@ -13,8 +13,7 @@ import torch
 
 import common.device
 from common.device import machine, pick_device, pick_dtype
-from common.files import (
-    ROOT, load_file, read_log, replacing, save_file, write_json)
+from common.files import load_file, read_log, replacing, save_file
 from common.cli import run_script
 from common.errors import BadInput
 from common.seeds import hash_of
@@ -33,36 +32,31 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch)
     path = f"{tmp_path}/new/a.pt"
     save_file(path, "run", x=torch.arange(3))
     for error in (OSError(28, "No space left on device"), KeyboardInterrupt(),
-                  RuntimeError("PytorchStreamWriter failed\nsecond line")):
+                  RuntimeError("PytorchStreamWriter failed")):
         def fails(content, path):
             open(path, "w").write("half")
             raise error
 
-        with monkeypatch.context() as m, pytest.raises((BadInput, KeyboardInterrupt)):
+        with monkeypatch.context() as m, pytest.raises(type(error)):
             m.setattr(torch, "save", fails)
             save_file(path, "run", x=1)
-        with pytest.raises((BadInput, type(error))), replacing(f"{path}.folder") as tmp:
+        with pytest.raises(type(error)), replacing(f"{path}.folder") as tmp:
             os.makedirs(f"{tmp}/sub")
             raise error
         assert torch.equal(load_file(path, "run")["x"], torch.arange(3))
         assert os.listdir(tmp_path / "new") == ["a.pt"]
 
 
-@pytest.mark.parametrize("number, is_refused", [(errno.EINVAL, False), (errno.EIO, True)])
-def test_a_disk_that_cannot_be_waited_for_serves_and_a_broken_one_does_not(
-        number, is_refused, tmp_path, monkeypatch):
+def test_a_file_that_is_not_on_the_disk_replaces_nothing(tmp_path, monkeypatch):
     def fails(_):
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.EIO, "the disk is broken")
 
     path = f"{tmp_path}/a.pt"
     save_file(path, "run", x=0)
     monkeypatch.setattr(os, "fsync", fails)
-    if is_refused:
-        assert_refused(("a.pt", os.strerror(number)), save_file, path, "run", x=1)
-    else:
+    with pytest.raises(OSError, match="broken"):
         save_file(path, "run", x=1)
-    found = load_file(path, "run")["x"]
-    assert found == (0 if is_refused else 1), "what may not be on the disk has replaced what is"
+    assert load_file(path, "run")["x"] == 0, "what may not be on the disk has replaced what is"
 
 
 def test_a_policy_comes_back_in_float32_and_its_half_made_files_go(tmp_path):
@@ -78,14 +72,6 @@ def test_a_policy_comes_back_in_float32_and_its_half_made_files_go(tmp_path):
     assert all(x.dtype == torch.float32 for x in back.state_dict().values())
     assert hash_of(back) == hash_of(model.float())
     assert back.lm_head.weight is back.wte.weight
-
-
-def test_a_planted_link_is_not_written_through(tmp_path):
-    path = tmp_path / "config.json"
-    (tmp_path / "notes").write_text("years of work")
-    os.symlink(tmp_path / "notes", f"{path}.{os.getpid()}.tmp")     # the name to be renamed
-    write_json(str(path), {})
-    assert (tmp_path / "notes").read_text() == "years of work" and not path.is_symlink()
 
 
 # ------------------------------------------------------------------------------------------------
