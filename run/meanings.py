@@ -15,15 +15,14 @@ import textwrap
 
 from common.files import ROOT, read_text
 
-FILES = ("run/log.py", "run/meter.py", "run/metrics.py", "grpo.py", "extras/environment/tools.py",
-         "extras/variants/**/*.py", "run/evaluation.py")
+PLACES = ("run/*.py", "*.py", "extras/**/*.py")     # files where a docstring may have such a table
 TITLE = {"Metrics": "Metrics of an iteration, metrics.jsonl",
          "Measures": "Measures of an evaluation, eval.jsonl"}
 
 
-def tables(path, title):
-    """The rows "names: meaning" below a title in the docstrings of a file."""
-    for node in ast.walk(ast.parse(read_text(path))):
+def tables(source, title):
+    """The rows "names: meaning" below a title in the docstrings of a file's text."""
+    for node in ast.walk(ast.parse(source)):
         if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             continue
         _, _, table = (ast.get_docstring(node) or "").partition(f"{title}:\n")
@@ -35,10 +34,14 @@ def tables(path, title):
 
 def meanings(title="Metrics"):
     """{name: meaning} of the numbers of an iteration, or of the "Measures" of an evaluation."""
-    paths = [path for pattern in FILES for path in sorted(
-        glob.glob(f"{glob.escape(ROOT)}/{pattern}", recursive=True))]
-    rows = [row for path in paths for row in tables(path, title)]
-    return {name: meaning for names, meaning in rows for name in names}
+    found = {}
+    for place in PLACES:
+        for path in sorted(glob.glob(f"{glob.escape(ROOT)}/{place}", recursive=True)):
+            source = read_text(path)
+            if f"  {title}:\n" in source:       # few files have one, and parsing takes long
+                for names, meaning in tables(source, title):
+                    found |= dict.fromkeys(names, meaning)
+    return found
 
 
 def listed(title):
