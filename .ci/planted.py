@@ -608,7 +608,8 @@ MISTAKES = [
         ("rewards of other prompts", "rewards.view(-1, cfg.num_eval_generations, len(weights))",
          "rewards[:-4].view(-1, cfg.num_eval_generations, len(weights))")),
     *of("plot.py", "test_plot.py::test_a_curve_is_in_its_picture",
-        ("a curve below its picture", "if ax.dataLim.y0 == 0:", "if True:")),
+        ("a curve without its 0", "            ax.update_datalim([(0, 0)], updatex=False)\n",
+         "            pass\n")),
     *of("data/comments.py",
         "test_data.py::test_comments_that_nobody_has_rated_are_left_out_and_counted",
         ("-1 is clean", 'NO_LABEL = ("", "-1", "-1.0")', 'NO_LABEL = ("",)')),
@@ -932,11 +933,8 @@ MISTAKES = [
         ("adapters are not merged", "lora.base.weight + update", "lora.base.weight")),
 
     # test_plot.py
-    *of("plot.py", "test_plot.py::test_a_value_without_neighbours_is_seen",
-        ("a single value is not drawn", "marked = gap[:-2] & gap[2:] | all_marked",
-         "marked = gap[:-2] & False | all_marked")),
-    *of("plot.py", "test_plot.py::test_every_name_is_in_the_picture_beside_its_line",
-        ("long names leave the picture", "textwrap.fill(name, LETTERS)", "name")),
+    *of("plot.py", "test_plot.py::test_a_single_value_is_seen",
+        ("a single value is not drawn", '"o" if len(x) <= 30 else None', "None")),
 
     # test_compiled.py
     *of("extras/compiled/__init__.py",
