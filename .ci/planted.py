@@ -833,8 +833,8 @@ MISTAKES = [
         ("generators go on after a failure", "            set_random_state(self.random)\n", "")),
     # test_inputs.py
     *of("run/optimizer.py",
-        "test_inputs.py::test_what_an_optimizer_counts_in_its_groups_goes_on",
-        ("what an optimizer counts begins anew", "groups = [was | rate for", "groups = [rate for")),
+        "test_inputs.py::test_what_an_optimizer_counts_in_its_groups_goes_on[torch.optim.SGD]",
+        ("what an optimizer counts begins anew", "if name in names or is_torch and", "if")),
     *of("run/inputs.py",
         "test_inputs.py::test_another_file_of_the_same_name_is_said_and_no_warning_compares"
         "[config]",

@@ -27,7 +27,7 @@ from common.processes import rank_and_size
 from common.seeds import hash_of
 from run.after import change_again, changes_of, load_replay, replay_state
 from run.inputs import changed_inputs, of_prompts
-from run.optimizer import load_state, name_of
+from run.optimizer import load_state
 from run.settings import settings_that_are
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
@@ -118,7 +118,7 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
     save_file(
         f"{folder}/ckpt_{iteration:06}.pt", "run", iteration=iteration, num_tokens=num_tokens,
         base_hash=base_hash, shape=asdict(setup.policy.config), policy=weights,
-        optimizer=setup.optimizer.state_dict(), optimizer_name=name_of(setup.optimizer),
+        optimizer=setup.optimizer.state_dict(),
         reference=None if setup.reference is setup.base else setup.reference.state_dict(),
         influence=setup.target_average and setup.target_average.state(), seen=setup.seen,
         has_read=setup.has_read,
@@ -164,10 +164,6 @@ def load_checkpoint(path, setup, cfg):
             f"{path}: this run began from a different policy than the settings name now (a "
             "published one may have changed: name its commit, policy = 'NAME@COMMIT'; for a run "
             "name the checkpoint, policy = 'RUN/ckpt_000004.pt')")
-    name = name_of(setup.optimizer)
-    if content["optimizer_name"] != name:
-        raise BadInput(f"{path}: holds the state of the optimizer {content['optimizer_name']}, "
-                       f"which {name} cannot use: take that optimizer, or another --out_dir")
 
     # weights and moments. A reference that followed the policy goes on from where it was
     setup.policy.load_state_dict(content["policy"])

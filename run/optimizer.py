@@ -18,7 +18,7 @@ from common.errors import BadInput, shown
 
 
 class Several:
-    """Optimizers that step as one, with the methods that the loop and checkpoints use."""
+    """Optimizers that step as one, with what the loop and checkpoints use."""
 
     def __init__(self, optimizers):
         self.optimizers = list(optimizers)
@@ -40,52 +40,24 @@ class Several:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
-    def register_step_post_hook(self, hook):
-        return self.optimizers[-1].register_step_post_hook(hook)
-
     def state_dict(self):
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
 
-def each_of(optimizer):
-    """[optimizer], or those that step as one."""
-    return optimizer.optimizers if isinstance(optimizer, Several) else [optimizer]
-
-
-def name_of(optimizer):
-    """The classes of an optimizer, to compare with a checkpoint's."""
-    return ", ".join(type(one).__name__ for one in each_of(optimizer))
-
-
-MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}       # of AdamW, and of Muon
-
-
-def load_optimizer(optimizer, state):
-    """optimizer <- the moments in state. ValueError if one does not lie in memory like its weight:
-    AdamW would not notice, and would read and write memory that is not its own."""
-    # the groups of torch's optimizers hold settings: keep the current ones, not the file's. An
-    # optimizer from elsewhere may count in its groups (Schedule-Free, Prodigy): keep only its rate
-    groups = optimizer.state_dict()["param_groups"]
-    if not type(optimizer).__module__.startswith("torch."):
-        rates = [{name: group[name] for name in ("lr", "initial_lr") if name in group}
-                 for group in groups]
-        groups = [was | rate for was, rate in zip(state["param_groups"], rates, strict=True)]
-    optimizer.load_state_dict(state | {"param_groups": groups})
-
-    # does each moment fit its weight?
-    for p, moments in optimizer.state.items():
-        for name in MOMENTS & moments.keys():
-            layout = moments[name].shape, moments[name].stride()
-            if layout != (p.shape, p.stride()):
-                raise ValueError(f"{name} has shape and strides {layout}, its weight "
-                                 f"{(p.shape, p.stride())}")
-
-
 def load_state(optimizer, state):
-    """optimizer <- an earlier state_dict(). ValueError if it belongs to a different one."""
+    """optimizer <- an earlier state_dict(), with the rates of now. The groups of torch's optimizers
+    hold nothing but settings, and those of now count. One from elsewhere (Schedule-Free, Prodigy)
+    may count its steps there."""
+    optimizers = getattr(optimizer, "optimizers", [optimizer])
     states = state.get("optimizers", [state])
-    for one, part in zip(each_of(optimizer), states, strict=True):
-        load_optimizer(one, part)
+    for one, before in zip(optimizers, states, strict=True):
+        fresh = [dict(group, params=None) for group in one.param_groups]
+        one.load_state_dict(before)
+        names = {"lr", "initial_lr"}
+        is_torch = type(one).__module__.startswith("torch.")
+        for group, now in zip(one.param_groups, fresh):
+            group.update({name: x for name, x in now.items()
+                          if name in names or is_torch and name != "params"})
 
 
 def check_state(optimizer):
@@ -153,7 +125,8 @@ def learning_rate(it, cfg):
 
 def set_learning_rate(optimizer, it, cfg):
     """Set the rate of iteration it."""
-    given = cfg.given.get("learning_rate", cfg.learning_rate)
+    # each group keeps its ratio to the first rate: the config file's optimizer may give it another
+    # one, and `after` may have changed cfg.learning_rate since
+    first = cfg.given.get("learning_rate", cfg.learning_rate)
     for group in optimizer.param_groups:
-        # a group of the config file's optimizer may begin at a different rate
-        group["lr"] = learning_rate(it, cfg) * (group.get("initial_lr", given) / given)
+        group["lr"] = learning_rate(it, cfg) * (group.get("initial_lr", first) / first)
