@@ -482,12 +482,9 @@ def test_bad_settings_are_found_before_anything_is_trained(fresh, tiny, monkeypa
     assert snapshot(tiny.weights) == before
 
 
-def test_a_faulty_function_is_found_before_anything_is_trained(fresh, tmp_path):
-    config = tmp_path / "config.py"
-    for text, name in (("def reward(completions, colour): return 3", "colour"),
-                       ("tracin = 'target'\ndef target(batch): return 3.0", "target")):
-        config.write_text(text)
-        assert_refused(name, fresh, str(config))
+def test_a_reward_of_wrong_arguments_is_found_before_anything_is_trained(fresh, tmp_path):
+    (tmp_path / "config.py").write_text("def reward(completions, colour): return 3")
+    assert_refused("colour", fresh, str(tmp_path / "config.py"))
 
 
 def test_a_run_whose_judge_is_down_saves_and_stops(run_grpo, tmp_path):
