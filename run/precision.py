@@ -7,6 +7,7 @@ What differs too much, or fails, is turned off, and a line says so. (Guards in c
 check sampler, trainer and influence.)
 """
 import os
+import traceback
 from dataclasses import replace
 
 import torch
@@ -73,8 +74,8 @@ def find_problem(setup, cfg):
     try:
         problems = [compare(setup, cfg, rollout) for rollout in few_rows(setup, cfg)]
         problem = next(filter(None, problems), "")
-    except Exception as e:      # a driver or a compiler may raise anything
-        problem = shown(e, 160)
+    except Exception as e:      # a driver, a compiler, or a mistake in a model
+        problem = f"{shown(e, 160)}\n{traceback.format_exc()}"
     return next(filter(None, all_gather([problem])), "")
 
 
@@ -86,7 +87,7 @@ def check_precision(setup, cfg):
         slow["bfloat16"] = dict(dtype=torch.float32)
     if setup.device.type == "cuda" and os.path.isdir(f"{ROOT}/extras/graph"):
         from extras.graph import generate_by_graph
-        slow["graph"] = dict(generate=setup.generate)
+        slow["CUDA graph"] = dict(generate=setup.generate)
         setup.generate = generate_by_graph(setup.policy)
     if cfg.compile:
         from extras.compiled import compile_nets

@@ -61,6 +61,17 @@ def test_bfloat16_that_does_not_hold_is_turned_off(whose, half, monkeypatch):
     assert setup.dtype == torch.float32
 
 
+def test_a_mistake_that_shows_in_bfloat16_alone_is_said_with_its_place(half, monkeypatch):
+    def of_a_new_model(*args):
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("mat1 and mat2 must have the same dtype")
+        return completion_logprobs(*args)
+
+    monkeypatch.setattr(precision, "completion_logprobs", of_a_new_model)
+    out = printed(precision.check_precision, *half)
+    assert "bfloat16" in out and "line" in out and "of_a_new_model" in out, "whose mistake is it?"
+
+
 def bytes_of(*models):
     """Bytes of their weights, each storage once."""
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()

@@ -217,7 +217,7 @@ def test_a_graph_that_does_not_hold_is_turned_off(monkeypatch, error):
     setup.device = torch.device("cuda")
     out = printed(precision.check_precision, setup, cfg)
     if error:
-        assert out.startswith("note: graph off") and out.count("\n") == 1, out
+        assert out.startswith("note: CUDA graph off") and out.count("\n") == 1, out
         assert setup.generate is generate
     else:
         assert out == ""
