@@ -461,10 +461,6 @@ MISTAKES = [
         "test_make.py::test_windows_begin_where_a_text_does_or_anywhere",
         ("windows begin with the end of a text", "ends + 1])", "ends])")),
     # test_judge.py
-    *of("judge/rewards.py",
-        "test_judge.py::test_a_reward_may_reorder_what_it_is_given_and_go_to_another_folder",
-        ("a reward leaves for another folder", "    with contextlib.chdir(\".\"):",
-         "    with contextlib.nullcontext():")),
     # test_model.py
     *of("model.py", "test_model.py::test_weights_start_as_in_gpt2",
         ("deep models start as shallow ones", "std=0.02 / math.sqrt(depth)", "std=0.02")),
@@ -610,9 +606,6 @@ MISTAKES = [
     *of("plot.py", "test_plot.py::test_a_curve_is_in_its_picture",
         ("a curve without its 0", "            ax.update_datalim([(0, 0)], updatex=False)\n",
          "            pass\n")),
-    *of("data/comments.py",
-        "test_data.py::test_comments_that_nobody_has_rated_are_left_out_and_counted",
-        ("-1 is clean", 'NO_LABEL = ("", "-1", "-1.0")', 'NO_LABEL = ("",)')),
     *of("judge/scorer.py", "test_judge.py::test_bfloat16_ties_no_scores",
         ("a judge's last layer in bfloat16", "exact_linear(self.score, x[:, 0])",
          "self.score(x[:, 0])")),

@@ -19,7 +19,6 @@ import math
 from common.errors import BadInput, shown
 from common.files import each_row, file_of_package
 
-NO_LABEL = ("", "-1", "-1.0")      # marks of a comment that nobody has rated
 # percentiles of a hash of the text, so that the file's order does not matter and duplicates share a
 # split
 SPLITS = {
@@ -78,26 +77,17 @@ def load_comments(path=None, text_field="text", label_field="is_offensive"):
         text_field = "text"
         label_field = "is_offensive"
 
-    # text and label of every row
     comments = []
-    unlabelled = 0
     for number, row in enumerate(each_row(path), 1):
         where = f"{path}: row {number}"
-        if field_of(row, text_field) is None:
-            raise BadInput(f"{where} has no field {text_field!r}; it has {sorted(row)}: set "
-                           "text_field to one of these")
-        text = clean(as_text(field_of(row, text_field), text_field, where))
-        label = field_of(row, label_field)
-        if label is None or str(label).strip() in NO_LABEL:
-            unlabelled += 1
-        elif text:
-            comments.append((text, read_label(label, label_field, where)))
-    if not comments:
-        fields = f"; the last has {sorted(row)}: set label_field" if unlabelled else ""
-        raise BadInput(f"{path}: no row has a comment and a label in {label_field!r}{fields}")
-    if unlabelled:
-        print(f"note: {path}: {unlabelled} rows without {label_field!r} (none, empty or -1) are "
-              "left out")
+        text, label = field_of(row, text_field), field_of(row, label_field)
+        if text is None or label is None:
+            raise BadInput(f"{where} has no {text_field!r}, or no {label_field!r}; it has "
+                           f"{sorted(row)}: set text_field or label_field to one of these")
+        text = clean(as_text(text, text_field, where))
+        label = read_label(label, label_field, where)
+        if text:
+            comments.append((text, label))
     return comments
 
 

@@ -2,7 +2,6 @@
 import copy
 import operator
 import random
-import re
 from typing import NamedTuple
 
 import torch
@@ -56,21 +55,16 @@ def encode_prompt(tokenizer, content, where):
 
 def note_texts(tokenizer, texts, source):
     """Print a note where the tokens of texts may not be what the user means."""
-    marks = special_tokens(tokenizer)
-    present = next((mark for text in texts for mark in marks if mark in text), None)
-    notes = {
-        # a policy has hardly seen a word after a separate blank
-        "end in a blank, but a word's token begins with one: remove the blanks":
-            lambda text: text.endswith((" ", "\t")),
-        # as text, a mark is a dozen tokens of brackets and bars
-        f"hold a mark such as {present}, which stays text: give a chat as a list of messages":
-            lambda text: any(mark in text for mark in marks),
-        # a .csv or .txt file has no lists
-        "are messages that became text: give a chat as a list, in a .jsonl file":
-            lambda text: re.match(r"\s*\[\s*\{.*['\"]role['\"]", text, re.DOTALL)}
-    for note, concerns in notes.items():
-        if count := sum(bool(concerns(text)) for text in texts):
-            print(f"note: {source}: {count} of {len(texts)} {note}")
+    # a policy has hardly seen a word after a separate blank
+    if count := sum(text.endswith((" ", "\t")) for text in texts):
+        print(f"note: {source}: {count} of {len(texts)} end in a blank, but a word's token begins "
+              "with one: remove the blanks")
+
+    # as text, a mark is a dozen tokens of brackets and bars
+    marks = [mark for text in texts for mark in special_tokens(tokenizer) if mark in text]
+    if marks:
+        print(f"note: {source}: hold a mark such as {marks[0]}, which stays text: give a chat as a "
+              "list of messages")
 
 
 def read_prompt(tokenizer, row, field, where):

@@ -1,33 +1,18 @@
 """Models in files: the shape and weights of a policy or a judge."""
-import glob
-import os
 import re
 from dataclasses import asdict
 
 import torch
 
 from common.files import check_kind, load_torch, save_file
-from common.errors import BadInput, shown
+from common.errors import BadInput
 from data.tokenizer import GPT2_SIZE
 from model import GPTConfig, Policy
 
 
 def save_gpt(path, model, kind="policy", **extra):
-    """Write weights and shape. Remove the partial files of the training that made them."""
+    """Write weights and shape."""
     save_file(path, kind, config=asdict(model.config), model=model.state_dict(), **extra)
-    for partial in glob.glob(f"{glob.escape(path)}.partial*"):
-        os.remove(partial)
-
-
-@torch.no_grad()
-def rebuilt(path, shape, weights, make):
-    """make(GPTConfig) with these weights. BadInput if they are of a different class."""
-    try:
-        model = make(GPTConfig(**shape))
-        model.load_state_dict(weights)
-    except (RuntimeError, TypeError) as e:
-        raise BadInput(f"{path}: damaged, or a model of a different class ({shown(e, 150)})") from e
-    return model
 
 
 def load_gpt(path, kind="policy", make=Policy):
@@ -35,9 +20,13 @@ def load_gpt(path, kind="policy", make=Policy):
     module that is made from a GPTConfig."""
     content = load_torch(path)
     if kind == "policy" and isinstance(content, dict) and "model_args" in content:
-        return rebuilt(path, *of_nanogpt(content, path), make)
-    check_kind(content, kind, path)
-    return rebuilt(path, content["config"], content["model"], make)
+        shape, weights = of_nanogpt(content, path)
+    else:
+        check_kind(content, kind, path)
+        shape, weights = content["config"], content["model"]
+    model = make(GPTConfig(**shape))
+    model.load_state_dict(weights)
+    return model
 
 
 # ------------------------------------------------------------------------------------------------

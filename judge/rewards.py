@@ -3,14 +3,12 @@ Rewards: call each reward function, the judge's or a config file's, and weigh wh
 
 An error inside such a function keeps Python's own message, with the function's file and line.
 """
-import contextlib
 import copy
-import inspect
 import math
 
 import torch
 
-from common.errors import BadInput, shown
+from common.errors import shown
 from common.hooks import numbers, select_arguments
 from common.processes import all_gather, shard
 from judge import reward_functions
@@ -33,37 +31,23 @@ def call(what, function, prompts, texts, name="completions", facts=None):
     # copied value by value: in one deepcopy of a list, rows would still share
     arguments = {key: [copy.deepcopy(value) for value in x] if isinstance(x, list) else x
                  for key, x in select_arguments(what, function, offered).items()}
-    with contextlib.chdir("."):     # come back if it leaves for another folder: a run's is relative
-        return function(**arguments)
+    return function(**arguments)
 
 
-def check_arguments(what, function, prompts, name="completions", facts=()):
-    """Before training: does a user's function look at what it scores or answers, and does every
-    prompt have the columns that it takes?"""
-    parameters = inspect.signature(function).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if not takes_all and not {name, "completion_ids", "ended"} & set(parameters):
-        raise BadInput(f"{what} takes ({', '.join(parameters)}): must take (prompts, {name}), by "
-                       "these names; columns of the prompts' file may follow")
+def check_columns(what, function, prompts, offered):
+    """Before training: has every prompt the columns that a user's function takes? offered: names of
+    what it may take beside columns."""
     prompt_with = {frozenset(prompt.row): prompt for prompt in prompts}
     for columns, prompt in prompt_with.items():
         select_arguments(f"{what} (prompt {shown(prompt.text)})", function,
-                         dict.fromkeys([*columns, *facts, "prompts", name]))
+                         dict.fromkeys([*columns, "prompts", *offered]))
 
 
-def check_columns(cfg, prompts):
+def check_rewards(cfg, prompts):
     """The same for all rewards of the config file."""
-    functions = reward_functions(cfg, judges={})
-    functions.pop("judge", None)
-    for name, function in functions.items():
-        check_arguments(f"reward {name!r}", function, prompts, facts=FACTS)
-
-    # what the step passes under a name hides a column of the same name
-    reserved = {"prompts", "completions", *FACTS}
-    hidden = sorted(reserved & {column for prompt in prompts for column in prompt.row})
-    if functions and hidden:
-        print(f"note: a reward never gets the column {hidden[0]!r} of the prompts' file: the step "
-              "itself passes something of that name; rename the column")
+    for name, function in reward_functions(cfg, judges={}).items():
+        if name != "judge":
+            check_columns(f"reward {name!r}", function, prompts, ["completions", *FACTS])
 
 
 def reward_facts(rollout, iteration, num_generations):

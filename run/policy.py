@@ -9,9 +9,9 @@ from common.files import load_file, load_torch, read_json
 from common.processes import rank_and_size
 from common.seeds import seed_for
 from data.tokenizer import load_tokenizer
-from data.weights import load_gpt, merged_weights, rebuilt, save_gpt
+from data.weights import load_gpt, merged_weights, save_gpt
 from fast import to_float
-from model import Policy
+from model import GPTConfig, Policy
 from run.checkpoint import checkpoints, newest_checkpoint
 from run.settings import PARTS, Settings, read_run
 
@@ -118,8 +118,8 @@ def load_run(path):
     else:       # its settings say whether it has adapters
         content = load_file(checkpoint, "run")
         cfg = settings_of(content)
-        policy = rebuilt(checkpoint, content["shape"], content["policy"],
-                         lambda config: trainable(Policy(config), cfg))
+        policy = trainable(Policy(GPTConfig(**content["shape"])), cfg)
+        policy.load_state_dict(content["policy"])
 
     # which tokenizer?
     origin = origin_of(path)

@@ -8,7 +8,7 @@ from common.device import autocast, machine, pick_device, pick_dtype
 from data.prompts import load_prompts
 from fast import to_half
 from judge import load_judge, reward_functions
-from judge.rewards import check_columns
+from judge.rewards import check_rewards
 from model import GPT
 from rollout import generate
 from run.optimizer import make_optimizer
@@ -108,7 +108,7 @@ def read_inputs(cfg, may_train=True):
     judges = load_judges(cfg, device, may_train)
 
     # do the prompts have the columns that the config file's functions need?
-    check_columns(cfg, prompts + eval_prompts + val_prompts)
+    check_rewards(cfg, prompts + eval_prompts + val_prompts)
     if cfg.answers:
         from extras.environment import check_environment
         check_environment(cfg, prompts + eval_prompts + val_prompts)

@@ -1,7 +1,6 @@
 """The judge, a small scorer; what a reward function gets and what it may do."""
 import copy
 import math
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,11 +10,11 @@ import torch
 from data.prompts import Prompt
 from data.tokenizer import load_tokenizer
 from judge import load_judge, reward_functions
-from judge.rewards import score, check_columns
+from judge.rewards import score, check_rewards
 from judge.scorer import SAYS_NOTHING, Scorer, encode, logits_of, pad_right
 from model import GPTConfig
 from run.settings import load_settings
-from worlds import assert_near, assert_refused, printed, seed_of, settings
+from worlds import assert_near, assert_refused, seed_of
 
 CPU = torch.device("cpu")
 
@@ -130,16 +129,13 @@ def test_a_reward_that_returns_something_else_is_named():
         assert_refused("reward 'r'", score, {"r": lambda completions: values}, ASKED, ANSWERS)
 
 
-def test_a_reward_may_reorder_what_it_is_given_and_go_to_another_folder(tmp_path):
+def test_a_reward_may_reorder_what_it_is_given():
     def careless(completions):
         completions.reverse()
-        os.chdir(tmp_path)
         return [1] * len(completions)
 
-    before = os.getcwd()
     found = score({"a": careless, "b": by_column}, ASKED, ANSWERS)
     assert found[:, 1].tolist() == [1, 0], "another reward reads the first one's order"
-    assert os.getcwd() == before, "the run's relative paths now lead elsewhere"
 
 
 def test_what_a_reward_raises_is_its_own_error():
@@ -185,7 +181,7 @@ def tried(function, prompts=ASKED, num_generations=2):
     """Try a reward, as before training."""
     cfg = SimpleNamespace(reward_funcs=("r",), tracin_val_reward=None,
                           num_generations=num_generations, functions={"r": function})
-    check_columns(cfg, prompts)
+    check_rewards(cfg, prompts)
 
 
 def test_a_reward_asks_for_what_the_step_knows():
@@ -197,26 +193,13 @@ def test_a_reward_asks_for_what_the_step_knows():
     tried(reward)
 
 
-def test_a_reward_must_see_what_it_scores():
-    """Else all completions of a prompt are equal to it, and nothing is learned."""
-    def by_prompt(prompts):
-        return [0.0] * len(prompts)
-
-    def misspelled(prompts, completion=None):
-        return [0.0] * len(prompts)
-
-    def by_ids(completion_ids):
-        return [float(len(ids)) for ids in completion_ids]
-
+def test_a_reward_may_take_all_that_there_is():
     def passed_on(*args, **kwargs):
-        return by_ids(kwargs["completion_ids"])
+        return [float(len(ids)) for ids in kwargs["completion_ids"]]
 
-    for function in (by_prompt, misspelled):
-        assert_refused("completions", tried, function)
-    for function in (by_ids, passed_on):
-        tried(function)
-        found = score({"r": function}, ASKED, ANSWERS, {"completion_ids": [[4, 2, 0], [5]]})
-        assert found.tolist() == [[3], [1]]
+    tried(passed_on)
+    found = score({"r": passed_on}, ASKED, ANSWERS, {"completion_ids": [[4, 2, 0], [5]]})
+    assert found.tolist() == [[3], [1]]
 
 
 def test_a_column_does_not_hide_what_the_step_knows():
@@ -230,6 +213,3 @@ def test_a_column_does_not_hide_what_the_step_knows():
 
     score({"reward": reward}, rows, ["a", "b"], {"ended": [True, False], "iteration": 5})
     assert told == [([True, False], 5, [3, 3])]
-    cfg = settings(reward)
-    assert "'ended'" in printed(check_columns, cfg, rows), "the column goes without a word"
-    assert "note" not in printed(check_columns, cfg, [Prompt("I am", [1], {"n": 3})])

@@ -16,7 +16,7 @@ import torch
 
 from common.errors import BadInput, shown
 from data.tokenizer import texts_of
-from judge.rewards import call, check_arguments
+from judge.rewards import call, check_columns
 from extras.environment.tools import STOP, answer_calls, check_prompts_name
 
 
@@ -38,7 +38,7 @@ def check_environment(cfg, prompts):
     if cfg.tools:
         check_prompts_name(cfg.tools, [prompt.text for prompt in prompts])
     function, _ = environment_of(cfg)
-    check_arguments("environment", function, prompts, "transcripts")
+    check_columns("environment", function, prompts, ["transcripts"])
 
 
 def respond(tokenizer, prompts, function, stop_strings, max_turns, first, r, rows, t, column):

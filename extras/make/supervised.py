@@ -1,4 +1,5 @@
 """What makes a policy and a judge alike: a cache of models, and the training loop."""
+import glob
 import hashlib
 import math
 import os
@@ -25,6 +26,8 @@ def cached(cfg, name, inputs, make, may_train):
                                f"python -m extras.make {cfg.out_dir}")
             os.makedirs(cfg.cache_dir, exist_ok=True)
             make(path)
+            for partial in glob.glob(f"{glob.escape(path)}.partial*"):      # of `fit`
+                os.remove(partial)
     print(f"{name}: {path}")
     return path
 
