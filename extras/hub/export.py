@@ -30,8 +30,6 @@ def export(model, folder, source):
     source: where its tokenizer comes from: a tiktoken.Encoding, a published folder or a GGUF file.
     """
     family, config = config_to_json(model.config)
-    if os.path.exists(folder):
-        raise BadInput(f"{folder}: is there already; name a folder that is not there yet")
     with replacing(os.path.abspath(folder)) as tmp:
         os.makedirs(tmp)
         ids = write_tokenizer(tmp, source)
@@ -118,16 +116,15 @@ def main(argv, load_run):
     """load_run: of run/policy.py, which may import this folder."""
     if len(argv) != 2:
         raise BadInput("usage: python -m extras.hub.export RUN_OR_PT FOLDER_OR_PT")
-    path, folder = argv
+    path, target = argv
+    if os.path.exists(target):
+        raise BadInput(f"{target}: is there already; name what is not there yet")
     model, source = load_run(path)
-    if folder.endswith(".pt"):
-        if os.path.exists(folder):
-            raise BadInput(f"{folder}: is there already; name a file that is not there yet")
-        save_nanogpt(folder, model)
-        print(folder)
-        return
-    export(model, folder, source)
-    print(f"{folder}: {', '.join(sorted(os.listdir(folder)))}")
+    if target.endswith(".pt"):
+        save_nanogpt(target, model)
+    else:
+        export(model, target, source)
+    print(target)
 
 
 if __name__ == "__main__":

@@ -432,7 +432,8 @@ def test_a_tokenizer_that_is_not_known_here_is_one_line(tmp_path):
 
 def test_an_export_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     def refuses(said, name, **shape):
-        assert_refused(said, export, small_gpt(**shape), f"{tmp_path}/{name}", load_tokenizer(300))
+        made = small_gpt(**shape), load_tokenizer(300)
+        assert_refused(said, extras.hub.export.main, ["RUN", f"{tmp_path}/{name}"], lambda _: made)
 
     def full(*args):
         raise OSError(28, "No space left on device")
