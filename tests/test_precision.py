@@ -207,7 +207,7 @@ def perplexity(setup, rollout, cfg):
 
 
 def changes_of_words(setup, rollout, cfg):
-    from extras.explain.words import logprob_changes
+    from extras.explain.tokens import logprob_changes
     target_gradient = {p: p.detach() for p in setup.trained}
     logprob_changes(setup.policy, target_gradient, rollout, 1.0)
 
@@ -220,7 +220,7 @@ def slope_of_account(setup, rollout, cfg):
 
 
 @pytest.mark.parametrize("module, call", [
-    ("run.evaluation", perplexity), ("extras.explain.words", changes_of_words),
+    ("run.evaluation", perplexity), ("extras.explain.tokens", changes_of_words),
     ("extras.explain.target", slope_of_account)])
 def test_what_is_called_float32_is_not_tf32(tf32, half, monkeypatch, module, call):
     """Forward and backward, which another hook sees."""

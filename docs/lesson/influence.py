@@ -29,7 +29,7 @@ from classroom import added_code, judge_influence, judge_shares, open_world, pic
 
 import grpo
 import tracin
-from extras.explain.words import logprob_changes, pieces_of
+from extras.explain.tokens import logprob_changes, pieces_of
 from extras.variants.tracin_adam import adam_scale
 from loss import loss_of
 from rollout import completion_logprobs

@@ -13,7 +13,6 @@ from extras.explain.number import Number, total
 
 BANDS = 4           # of rewards, lengths and other numbers
 MOST = 8            # groups of a split by texts: the largest by size; all that is left is one group
-ONE_BAND = 0.9      # of the rollouts in one band of lengths: these say nothing
 
 
 class Rows(NamedTuple):
@@ -37,11 +36,11 @@ class Split(NamedTuple):
     what: str           # "reward"
     names: list         # of G groups
     where: Tensor       # (n,) the group of each
-    has_rest: bool = False      # the last group is what is left, which nobody can name
+    has_others: bool = False    # the last group is all that is left, which nobody can name
 
 
 def rows_of(run, shares):
-    """The Rows of a Replay. shares: (F, I, N)."""
+    """The Rows of a RepeatedRun. shares: (F, I, N)."""
     batches = run.batches.values()
     weights = {it: torch.zeros_like(batch.row_weights) for it, batch in run.batches.items()}
     for k in run.steps:     # a rollout may have a weight in each pass
@@ -105,7 +104,7 @@ def by_label(labels, by, shares):
     """The reader's own Split: numbers in bands, anything else by its text."""
     if len(set(labels)) > MOST and all(isinstance(x, (int, float)) for x in labels):
         return Split(by, *bands(torch.tensor(labels).double(), by))
-    return Split(by, *by_text([f"{by} {x!r}" for x in labels], shares), has_rest=True)
+    return Split(by, *by_text([f"{by} {x!r}" for x in labels], shares), has_others=True)
 
 
 def splits_of(rows, by="", labels=None):
@@ -121,10 +120,8 @@ def splits_of(rows, by="", labels=None):
         Split("reward", rewards, reward),
         Split("reward and push", [f"{a}, {b}" for a in rewards for b in pushes],
               reward * len(pushes) + push),
-        Split("prompt", *prompts, has_rest=True)]
-    lengths, length = bands(rows.length, "tokens")
-    if length.bincount().max() < ONE_BAND * rows.n:
-        splits.append(Split("length", lengths, length))
+        Split("prompt", *prompts, has_others=True),
+        Split("length", *bands(rows.length, "tokens"))]
     return {split.what: split for split in splits}
 
 
@@ -180,6 +177,6 @@ def most_of(rows, split, least=0.0):
         return sorted([best, *ties])
 
     sums = sums_of(rows, split)
-    if split.has_rest:
+    if split.has_others:
         sums = sums[:, :-1]
     return first(sums), first(-sums)

@@ -10,11 +10,12 @@ from typing import NamedTuple
 # Standard errors from 0: then a number is known. That is 95 % by the t of seven degrees of freedom,
 # as eight folds have.
 KNOWN = 2.4
+LEAST = 4           # folds: the spread of fewer says next to nothing
 
 
 class Number(NamedTuple):
     value: float            # NaN: not known
-    error: float = 0.0      # standard error; 0: exact
+    error: float = 0.0      # standard error; 0: exact; inf: not known
     unit: str = ""          # " %", or none
 
     @property
@@ -27,13 +28,18 @@ class Number(NamedTuple):
         if self.value != self.value:
             return ""
         digits, sign = (0, "") if self.unit else (digits, "+")
-        error = f" ± {self.error:.{digits}f}" if self.error > 0 else ""
+        error = f" ± {self.error:.{digits}f}" if 0 < self.error < math.inf else ""
         return f"{self.value:{sign}.{digits}f}{self.unit}{error}"
 
 
 def total(parts):
     """The Number whose parts are (F,)."""
-    error = float(parts.std()) * math.sqrt(len(parts)) if len(parts) > 1 else 0.0
+    if len(parts) == 1:
+        error = 0.0
+    elif len(parts) < LEAST:
+        error = math.inf
+    else:
+        error = float(parts.std()) * math.sqrt(len(parts))
     return Number(float(parts.sum()), error)
 
 

@@ -1,18 +1,17 @@
 """
-What an account explains: a number that depends on the weights, its value and its slope (gradient)
-at any weights, and both along a run.
+What an account explains: a number that depends on the weights, with its value and its slope
+(gradient) at any weights.
 
     HeldOut     the expected reward on held-out prompts; or by one reward function, or a judge
-    Sentences   the log-probs of sentences
-    Function    the config file's `target`
+    Exact       the log-prob of a sentence, or the config file's `target`
 
 The slope of an expected reward R = E[r(o)] is E[r(o) grad log p(o)], the score function (Williams
 1992). It is estimated on fresh completions of held-out prompts, drawn anew at each of the weights.
 Each completion's reward is taken less the mean of its prompt's other completions, which changes no
 expectation and removes most of the noise.
 
-S steps, W trained weights end to end, K columns: sentences, or the folds of the held-out sample,
-which add up to the one reward: how much they differ says how noisy any sum of shares is.
+W trained weights end to end. F folds of the held-out sample add up to the reward: how much they
+differ says how noisy any sum of shares is. An exact number has F = 1.
 """
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,9 +22,9 @@ from torch.nn.utils import vector_to_parameters
 
 from common.device import full_precision
 from common.hooks import target_number
-from common.progress import Progress
 from common.seeds import seed_for
-from extras.explain.account import exact, flat, gradient, stored
+from extras.explain.account import exact, gradient
+from extras.explain.repeat import flat
 from judge.rewards import reward_facts, score
 from rollout import completion_logprobs
 from run.sampling import sample_completions
@@ -37,9 +36,9 @@ SURE = 0.1      # of the completions: those that count most have a backward pass
 
 class Point(NamedTuple):
     """The target at some weights."""
-    value: Tensor   # (K,)
-    parts: Tensor   # of the value: (prompts, completions), or (sentences, tokens)
-    slope: Tensor   # (K, W); None: not asked for
+    value: Tensor   # (F,)
+    parts: Tensor   # of the value: (prompts, completions), or (1, tokens)
+    slope: Tensor   # (F, W), or None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -153,88 +152,37 @@ class HeldOut(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------
-# sentences, and a function of the weights
+# numbers without noise
 
 
-class Sentences(NamedTuple):
-    """Log-probs of sentences at the run's temperature; nothing is truncated."""
+class Exact(NamedTuple):
+    """The log-prob of a sentence, or what the config file's `target` returns."""
+    title: str
+    about: str
     setup: Any
-    cfg: Any
-    rollout: Any        # a Rollout of K rows
+    parts: Any          # function(batch) -> (1, T), which add up to the number
+    batch: Any = None   # the rollouts of the first step
 
-    title = "log p"
-    about = "the log-prob of a sentence"
-    rollouts = 0        # none is sampled: the number is exact
+    rollouts = 0        # none is sampled
     folds_of = ""
 
     @full_precision()
     def at(self, weights, with_slope=True):
         vector_to_parameters(weights.to(self.setup.device), self.setup.trained)
-        with torch.set_grad_enabled(with_slope):
-            logp = completion_logprobs(self.setup.policy, self.rollout, self.cfg.temperature)
-        parts = logp.detach().cpu().double()                                        # (K, T)
-        slope = torch.stack([gradient(x, self.setup.trained, retain_graph=True)
-                             for x in logp.sum(1)]) if with_slope else None
+        parts = self.parts(self.batch)
+        slope = gradient(parts.sum(), self.setup.trained)[None] if with_slope else None
+        parts = parts.detach().cpu().double()
         return Point(parts.sum(1), parts, slope)
 
 
-class Function(NamedTuple):
-    """What the config file's target(policy, tokenizer, batch) returns. batch: the rollouts of the
-    first iteration that is explained."""
-    setup: Any
-    cfg: Any
-    batch: Any
-
-    title = "target"
-    about = "the number that target(policy, tokenizer, batch) of the config file returns"
-    rollouts = 0
-    folds_of = ""
-
-    @full_precision()
-    def at(self, weights, with_slope=True):
-        vector_to_parameters(weights.to(self.setup.device), self.setup.trained)
-        number = target_number(self.cfg, self.setup, self.batch)
-        slope = gradient(number, self.setup.trained)[None] if with_slope else None
-        value = number.detach().cpu().double().view(1)
-        return Point(value, value[None], slope)
+def sentence_target(setup, cfg, row):
+    """The log-prob of a sentence at the run's temperature; nothing is truncated. row: a Rollout of
+    one row."""
+    return Exact("log p", "the log-prob of a sentence", setup,
+                 lambda batch: completion_logprobs(setup.policy, row, cfg.temperature))
 
 
-# ------------------------------------------------------------------------------------------------
-# along a run
-
-
-class Course(NamedTuple):
-    """The target along a run."""
-    values: Tensor      # (S + 1, K) before each step and after the last
-    gains: Tensor       # (S, K) of <mean slope, step>: nearly its changes
-    ends: list          # Point.parts at the start and at the end
-    means: list         # S mean slopes (K, W) along a step
-    last: Tensor        # (K, W) the slope at the end
-
-    @property
-    def change(self):   # (K,)
-        return self.values[-1] - self.values[0]
-
-
-def follow(target, run, pieces=1):
-    """The Course of a target along a Replay. The mean slope on the straight line of a step is by
-    the trapezoid rule over `pieces` of it: 1 takes the mean of both ends."""
-    progress = Progress("target", "point", len(run.steps) * pieces + 1)
-    start = end = target.at(run.states[0][0])
-    values = [start.value]
-    gains = []
-    means = []
-    for t, (before, after) in enumerate(zip(run.states, run.states[1:]), 1):
-        # the end of one step is the start of the next
-        move = after[0] - before[0]
-        mean = end.slope / 2 + sum(
-            target.at(before[0] + move * (i / pieces)).slope for i in range(1, pieces))
-        end = target.at(after[0])
-        mean = (mean + end.slope / 2) / pieces
-        values.append(end.value)
-        gains.append((mean @ move.to(mean)).double().cpu())
-        means.append(stored(mean, run.folder))
-        if progress.is_due():
-            progress.show(t * pieces + 1)
-    return Course(torch.stack(values), torch.stack(gains), [start.parts, end.parts], means,
-                  end.slope)
+def function_target(setup, cfg):
+    """What the config file's target(policy, tokenizer, batch) returns."""
+    return Exact("target", "the number that target(policy, tokenizer, batch) of the config file "
+                 "returns", setup, lambda batch: target_number(cfg, setup, batch).view(1, 1))

@@ -19,7 +19,7 @@ import grpo
 from common.cli import own_flags, run_script
 from common.files import ROOT, replacing
 from common.seeds import seed_for
-from extras.explain.words import logprob_changes, pieces_of, token_slopes
+from extras.explain.tokens import logprob_changes, pieces_of, token_slopes
 from rollout import completion_logprobs
 from run.settings import load_settings
 from tape import Tape

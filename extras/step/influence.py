@@ -30,7 +30,7 @@ def token_influence(recording, scores, row):
     extras/explain, which has the derivatives."""
     if not find_spec("extras.explain"):
         return None
-    from extras.explain.words import logprob_changes, token_slopes
+    from extras.explain.tokens import logprob_changes, token_slopes
     setup, cfg, batch = recording.setup, recording.cfg, recording.batch
     slopes = token_slopes(setup, cfg, batch, recording.step)                        # (N, T)
     direction = scored_against(recording, scores, row)

@@ -1,6 +1,5 @@
 """`python tracin.py RUN --prompt --completion`: its shares add up to what happened and are those of
 brute force, its predictions are those of training again, and what it replays is the run."""
-import tempfile
 from dataclasses import replace
 
 import pytest
@@ -10,16 +9,15 @@ from torch.nn.utils import vector_to_parameters
 import grpo
 import tracin
 from common.seeds import seed_for
-from extras.explain import account as accounts
 from extras.explain import target as targets
-from extras.explain.account import (
-    account, backwards, flat, replay, smoothness, smoothness_by, train_again)
+from extras.explain.account import backwards, make_account, smoothness, smoothness_by, train_again
 from extras.explain.groups import at_random, rows_of, splits_of, sums_of
 from extras.explain.number import total
 from extras.explain.question import row_of
+from extras.explain.repeat import flat, repeat_run
 from extras.explain.tables import token_parts
-from extras.explain.target import HeldOut, Sentences, follow, thinned
-from rollout import completion_logprobs, concatenate, generate
+from extras.explain.target import HeldOut, sentence_target, thinned
+from rollout import completion_logprobs, generate
 from run.optimizer import learning_rate
 from worlds import TOKENIZER, forcing, number_gpt, refusal, settings, setup_of, shaken, skip_without
 
@@ -90,8 +88,8 @@ def setup_for(cfg, answers=False):
     return setup
 
 
-def run_of(knobs, tmp_path, iterations=ITERATIONS, **more):
-    """A Replay and a sentence that it says."""
+def run_of(knobs, iterations=ITERATIONS, **more):
+    """A RepeatedRun and a sentence that it says."""
     knobs = dict(functions=odd_reward, max_iters=iterations, learning_rate=0.02) | knobs | more
     for extra in ("lora_rank", "critic"):
         if extra in knobs:
@@ -101,15 +99,14 @@ def run_of(knobs, tmp_path, iterations=ITERATIONS, **more):
     cfg = settings(**knobs)
     cfg = replace(cfg, functions=cfg.functions | FUNCTIONS, tracin_select=select)
     setup = setup_for(cfg, answers)
-    run = replay(setup, cfg, 0, 0, iterations, str(tmp_path))
+    run = repeat_run(setup, cfg, iterations)
     assert run.steps[0].it == 0, "the first iteration took no step"
     return run, row_of([2, 3], [4, 1, 0], setup.device)
 
 
-def account_of(run, sentence, pieces=1, **how):
-    """The Course and the Account of a sentence, or of some."""
-    course = follow(Sentences(run.setup, run.cfg, sentence), run, pieces)
-    return course, account(run, course, **how)
+def account_of(run, sentence, predicts=False, **how):
+    """The Account of a sentence."""
+    return make_account(run, sentence_target(run.setup, run.cfg, sentence), predicts, **how)
 
 
 def held_out_of(setup, cfg, count=6):
@@ -143,7 +140,7 @@ def part(setup, cfg, k, i, name="policy"):
 def by_hand(run, slopes):
     """Shares (I, N) with AdamW's moments unrolled for each rollout alone. slopes: of the target at
     each state."""
-    setup, cfg, *_, states, steps = run
+    setup, cfg, states, steps = run
     b1, b2 = cfg.adam_beta1, cfg.adam_beta2
     eps = setup.optimizer.param_groups[0]["eps"]
     weights = [x[0] for x in states]
@@ -191,30 +188,30 @@ def held_out_slope_by_hand(setup, cfg, weights, count):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shares_add_up_and_are_those_of_brute_force(kind, tmp_path):
+def test_shares_add_up_and_are_those_of_brute_force(kind):
     """Of a sentence's log-prob, and of the reward on held-out prompts."""
-    run, sentence = run_of(KINDS[kind], tmp_path)
+    run, sentence = run_of(KINDS[kind])
     setup, cfg = run.setup, run.cfg
     weights = [x[0] for x in run.states]
-    course, found = account_of(run, sentence, predicts=False)
+    found = account_of(run, sentence)
     check_shares(run, found, [slope_by_hand(setup, cfg, x, sentence) for x in weights])
 
-    course = follow(held_out_of(setup, cfg), run)
-    found = account(run, course, predicts=False)
+    found = make_account(run, held_out_of(setup, cfg))
     by_score = [held_out_slope_by_hand(setup, cfg, x, 6) for x in weights]
     check_shares(run, found, [slope for slope, _ in by_score])
     for t, (_, value) in enumerate(by_score):
-        assert abs(course.values[t].sum() - value) < 1e-9
-    off = (course.gains.sum(0) - found.together).abs().max()
+        assert abs(found.values[t].sum() - value) < 1e-9
+    off = (found.gains.sum(0) - found.together).abs().max()
     assert off < 1e-9 * found.shares.abs().max(), "the shares of a fold are another fold's"
 
 
-def test_what_the_rollouts_leave_of_a_gradient_is_the_rest_of_the_loss(tmp_path):
+def test_what_the_rollouts_leave_of_a_gradient_is_the_rest_of_the_loss():
     """The share of one part alone takes no pass of its own, and is that of such a pass."""
-    run, sentence = run_of(CURVED, tmp_path)
-    course, found = account_of(run, sentence, predicts=False)
+    run, sentence = run_of(CURVED)
+    found = account_of(run, sentence)
     by_pass = torch.zeros(ITERATIONS).double()
-    for k, before, _, _, G in backwards(run, course.means):
+    end = found.target.at(run.states[-1][0])
+    for k, before, *_, G in backwards(run, found.target, end):
         vector_to_parameters(before[0].clone(), run.setup.trained)
         g = flat(tracin.gradient_of(run.setup, run.cfg, k.batch, k.step, "kl").values())
         by_pass[k.it] += float(G[0] @ g)
@@ -232,16 +229,15 @@ def permuted(shares, steps, seed):
     return dealt
 
 
-def test_a_permuted_account_has_the_same_sum_and_its_groups_tell_nothing(tmp_path):
+def test_a_permuted_account_has_the_same_sum_and_its_groups_tell_nothing():
     """The control: one of two prompts is paid, for odd digits, and its rollouts have the whole sum;
     with gradients dealt out anew no prompt has more than as many at random."""
     def odd(prompts, completions):
         return [(prompt == min(prompts)) * sum(map(text.count, "13579"))
                 for prompt, text in zip(prompts, completions)]
 
-    run, _ = run_of(dict(functions=odd, num_generations=64), tmp_path, learning_rate=1e-3)
-    course = follow(held_out_of(run.setup, run.cfg, 200), run)
-    shares = account(run, course, predicts=False).shares
+    run, _ = run_of(dict(functions=odd, num_generations=64), learning_rate=1e-3)
+    shares = make_account(run, held_out_of(run.setup, run.cfg, 200)).shares
 
     def away(shares):       # how far the group furthest from chance is, in standard deviations
         rows = rows_of(run, shares)
@@ -259,7 +255,7 @@ def test_a_permuted_account_has_the_same_sum_and_its_groups_tell_nothing(tmp_pat
 
 
 def check_shares(run, found, slopes):
-    setup, cfg, *_, states, steps = run
+    setup, cfg, states, steps = run
     weights = [x[0] for x in states]
     along = sum(float((a + b) / 2 @ (y - x))
                 for a, b, x, y in zip(slopes, slopes[1:], weights, weights[1:]))
@@ -277,36 +273,33 @@ def check_shares(run, found, slopes):
 
 
 @pytest.mark.parametrize("kind", ["mini-batches and passes", "environment"])
-def test_words_of_a_rollout_add_up(kind, tmp_path):
+def test_words_of_a_rollout_add_up(kind):
     """To its share, and to its effect."""
-    run, sentence = run_of(KINDS[kind], tmp_path)
-    course, found = account_of(run, sentence, pieces=3)
-    places = [(k.it, int(j)) for k in run.steps for j in k.step.rows]
-    steps = list(backwards(run, course.means))[::-1]
-    for expected, directions in ((found.shares[0], [G[0] for *_, G in steps]),
-                                 (found.effects[0], [L[0] for L in found.directions])):
-        words = token_parts(run, directions, set(places))
+    run, sentence = run_of(KINDS[kind])
+    places = {(k.it, int(j)) for k in run.steps for j in k.step.rows}
+    for predicts in (False, True):
+        found = account_of(run, sentence, predicts)
+        expected = found.effects if predicts else found.shares[0]
+        words = token_parts(run, found.directions, places)
         for place in places:
             assert abs(words[place].sum() - expected[place]) < 1e-9 * expected.abs().max()
 
 
-def straight_error(tmp_path, rate, pieces=1):
+def straight_error(rate):
     """How far the sums are from the true changes of some sentences, relative to their shares. One
     iteration: the rollouts are the same at any rate."""
-    run, _ = run_of(KINDS["environment"], tmp_path, 1, learning_rate=rate)
-    sentences = concatenate([row_of([2, 3], [4, i, 0], run.setup.device) for i in range(1, 6)])
-    course, found = account_of(run, sentences, pieces, predicts=False)
-    return float((found.together - course.change).norm() / found.shares.abs().sum((1, 2)).norm())
+    run, _ = run_of(KINDS["environment"], 1, learning_rate=rate)
+    found = [account_of(run, row_of([2, 3], [4, i, 0], run.setup.device)) for i in range(1, 6)]
+    off = torch.cat([one.together - one.change for one in found])
+    return float(off.norm() / torch.stack([one.shares.abs().sum() for one in found]).norm())
 
 
-def test_small_steps_are_a_straight_line(tmp_path):
+def test_small_steps_are_a_straight_line():
     """The sum is the true change but for the curve within a step, which falls with its square."""
-    error = straight_error(tmp_path, 2e-5)
+    error = straight_error(2e-5)
     assert error < 1e-4, f"small steps: off by {error:.1e} of the shares"
-    half = straight_error(tmp_path, 1e-5)
+    half = straight_error(1e-5)
     assert 3.5 < error / half < 4.5, f"half the step: errors {error:.1e}, {half:.1e}: no quarter"
-    finer = straight_error(tmp_path, 1e-5, pieces=4)
-    assert 14 < half / finer < 18, f"four parts: errors {half:.1e}, {finer:.1e}: no sixteenth"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -317,7 +310,7 @@ def trained_again(world, factors):
     """f and the weights at the end of the run on its own rollouts, by grpo.update, with factors
     (I, N) on their losses."""
     run, sentence = world
-    setup, cfg, *_, states, steps = run
+    setup, cfg, states, steps = run
     vector_to_parameters(states[0][0].clone(), setup.trained)       # steps are in place
     setup.optimizer.state.clear()
     cfg = replace(cfg, tracin="off")        # rollouts are weighed as they were
@@ -332,11 +325,10 @@ def trained_again(world, factors):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (
     "cispo", "environment", "resampled", "truncated")])     # the first is refused
-def test_the_derivative_is_that_of_training_again(kind, tmp_path):
-    world = run_of(KINDS[kind], tmp_path)
+def test_the_derivative_is_that_of_training_again(kind):
+    world = run_of(KINDS[kind])
     run, sentence = world
-    _, found = account_of(run, sentence, damping=0.0)
-    effects = found.effects[0]                                          # (iterations, N)
+    effects = account_of(run, sentence, predicts=True, damping=0.0).effects     # (I, N)
     ones = torch.ones_like(effects)
     f, theta = trained_again(world, ones)
     assert (theta - run.states[-1][0]).abs().max() < 1e-9, "training again is another run"
@@ -359,8 +351,8 @@ def test_the_derivative_is_that_of_training_again(kind, tmp_path):
     assert compared > 1
 
 
-def test_smoothness_is_that_of_three_trainings(tmp_path):
-    world = run_of(KINDS["mini-batches and passes"], tmp_path)
+def test_smoothness_is_that_of_three_trainings():
+    world = run_of(KINDS["mini-batches and passes"])
     z = torch.randn(ITERATIONS, 12, generator=torch.Generator().manual_seed(7))
     start, middle, end = (trained_again(world, 1 + size * z)[1] for size in (0.0, 0.1, 0.2))
     agree = torch.where((middle - start) * (end - middle) > 0, 1.0, -1.0)
@@ -373,11 +365,11 @@ def test_smoothness_is_that_of_three_trainings(tmp_path):
     assert by_hand < 1
 
 
-def test_a_layer_that_is_never_used_changes_nothing(tmp_path):
+def test_a_layer_that_is_never_used_changes_nothing():
     """It has no gradient, so AdamW counts no steps for it."""
     found = []
     for unused in (False, True):
-        run, sentence = run_of({}, tmp_path, 2)
+        run, sentence = run_of({}, 2)
         setup = run.setup
         vector_to_parameters(run.states[0][0].clone(), setup.trained)
         if unused:
@@ -385,37 +377,23 @@ def test_a_layer_that_is_never_used_changes_nothing(tmp_path):
             setup.trained.insert(0, setup.policy.unused.weight)
         setup.policy.requires_grad_(True)
         setup.optimizer = torch.optim.AdamW(setup.trained, lr=0.02, eps=1e-2, weight_decay=0.0)
-        run = replay(setup, run.cfg, 0, 1, 2, str(tmp_path))
-        _, told = account_of(run, sentence, damping=0.0)
-        found.append((told.shares, told.effects, told.rest["momentum"]))
+        run = repeat_run(setup, run.cfg, 2)
+        account = account_of(run, sentence, predicts=True, damping=0.0)
+        found.append((account.shares, account.effects))
     for x, y in zip(*found):
         assert (x - y).abs().max() < 1e-9
-
-
-def test_weights_on_the_way_lie_in_files_where_memory_is_short(tmp_path, monkeypatch):
-    _, in_memory = account_of(*run_of({}, tmp_path))
-    files = []
-    nameless = tempfile.TemporaryFile
-    monkeypatch.setattr(accounts, "free_memory", lambda: 0)
-    monkeypatch.setattr(
-        tempfile, "TemporaryFile", lambda dir: files.append(dir) or nameless(dir=dir))
-    _, in_files = account_of(*run_of({}, tmp_path))
-    assert files, "nothing lies in a file"
-    assert torch.equal(in_files.shares, in_memory.shares)
-    assert torch.equal(in_files.effects, in_memory.effects)
-    assert not list(tmp_path.iterdir()), "a file is left"
 
 
 @pytest.mark.parametrize("make, says", [
     (torch.optim.RAdam, "RAdam"),
     (lambda p: torch.optim.AdamW([dict(params=p[:1], lr=1.0), dict(params=p[1:])]), "lr")],
     ids=["RAdam", "two rates"])
-def test_an_optimizer_that_is_not_known_is_refused_by_name(make, says, tmp_path):
+def test_an_optimizer_that_is_not_known_is_refused_by_name(make, says):
     cfg = settings(functions=odd_reward)
     setup = setup_for(cfg)
     setup.optimizer = make(setup.trained)
     before = flat(setup.trained).detach().clone()
-    assert says in refusal(replay, setup, cfg, 0, 0, 1, str(tmp_path))
+    assert says in refusal(repeat_run, setup, cfg, 1)
     assert torch.equal(before, flat(setup.trained)), "it was refused after a step"
 
 

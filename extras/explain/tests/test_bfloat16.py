@@ -3,9 +3,10 @@ slope is taken, and its parts add up to the steps that the run took."""
 import pytest
 import torch
 
-from extras.explain.account import account, replay
+from extras.explain.account import make_account
 from extras.explain.question import row_of
-from extras.explain.target import HeldOut, Sentences, follow
+from extras.explain.repeat import repeat_run
+from extras.explain.target import HeldOut, sentence_target
 from rollout import completion_logprobs
 from worlds import number_gpt, settings, setup_of, shaken
 
@@ -33,14 +34,13 @@ def test_held_out_completions_are_drawn_by_the_policy_whose_slope_is_taken(half)
     assert off < 1e-4, f"a log-prob is {off:.1e} off: another policy has drawn"
 
 
-def test_parts_add_up_to_the_steps_that_were_taken(half, tmp_path):
+def test_parts_add_up_to_the_steps_that_were_taken(half):
     """What the run's own passes rounded is a part by name, and a small one."""
     setup, cfg = half
-    run = replay(setup, cfg, 0, 0, 2, str(tmp_path))
-    course = follow(Sentences(setup, cfg, row_of([2, 3], [4, 1, 0], setup.device)), run)
-    found = account(run, course, predicts=False)
-    size = float(found.shares.abs().sum())
-    off = abs(float(course.gains.sum() - found.together.sum()))
+    sentence = sentence_target(setup, cfg, row_of([2, 3], [4, 1, 0], setup.device))
+    account = make_account(repeat_run(setup, cfg, 2), sentence)
+    size = float(account.shares.abs().sum())
+    off = abs(float(account.gains.sum() - account.together.sum()))
     assert off < 1e-4 * size, f"{off / size:.1e} of the shares in size have no name"
-    rounding = float(found.rest["rounding"].abs().sum())
+    rounding = float(account.rest["rounding"].abs().sum())
     assert 1e-6 * size < rounding < 0.05 * size, f"rounding is {rounding / size:.1e} of the shares"

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import torch
 
 from data.tokenizer import load_tokenizer
-from extras.explain.page import Told, page, visible
-from extras.explain.words import Piece, pieces_of
+from extras.explain.page import Report, page, visible
+from extras.explain.tables import Card
+from extras.explain.tokens import Piece, pieces_of
 from worlds import assert_refused
 
 script = importlib.import_module("extras.explain.__main__")
@@ -45,9 +46,9 @@ def nasty_page():
     for j, text in enumerate(NASTY):
         pieces = [Piece(text, 1.0 - j, True), Piece("  ", 0.5, True), Piece(text, 0.0, False),
                   Piece("", -0.1, True)]
-        cards.append((f"iteration 1 {text}", text, pieces))
+        cards.append(Card(f"iteration 1 {text}", text, pieces))
     lists = {"Most helpful": cards, "Most harmful": []}
-    return page(f"run {NASTY[1]}", NASTY[2], [Told(NASTY, None, [], [lists])])
+    return page(f"run {NASTY[1]}", Report(NASTY, [], [lists]))
 
 
 def test_nothing_that_was_written_becomes_markup():
@@ -69,7 +70,6 @@ def test_what_a_tooltip_says_is_on_the_page_too():
     """A phone has none. The tints of a list say nothing without the number that they begin at."""
     pieces = [Piece("weak", 0.011, True), Piece("bad", -0.38, True), Piece("given", 9.0, False),
               Piece("", 0.25, True), Piece("fine", 0.125, True)]
-    told = Told([], None, [], [{"Most harmful": [("facts", "prompt", pieces)]}])
-    text = html.unescape(re.sub("<style.*?</style>|<.*?>", " ", page("a", "b", [told]),
-                                flags=re.DOTALL))
+    report = Report([], [], [{"Most harmful": [Card("facts", "prompt", pieces)]}])
+    text = html.unescape(re.sub("<style.*?</style>|<.*?>", " ", page("a", report), flags=re.DOTALL))
     assert "bad -0.38, [end] +0.25, fine +0.12" in text

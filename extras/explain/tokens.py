@@ -27,24 +27,16 @@ class Piece(NamedTuple):
 
 
 @full_precision()
-def changes_along(policy, directions, rollout, temperature):
-    """d log-prob / d e (F, n, T) of the tokens of n rows, at weights + e direction, for each of F
-    directions {parameter: tensor}."""
-    weights = list(directions[0])
+def logprob_changes(policy, direction, rollout, temperature):
+    """d log-prob / d e (n, T) of the tokens of n rows, at weights + e direction. direction:
+    {parameter: tensor}."""
     with sdpa_kernel(SDPBackend.MATH):      # no other attention has a second derivative
         logp = completion_logprobs(policy, rollout, temperature)
         factors = torch.zeros_like(logp, requires_grad=True)
         # the gradient of <factors, logp>; its product with direction is <factors, changes>
         mixed = torch.autograd.grad(
-            logp, weights, factors, create_graph=True, materialize_grads=True)
-        return torch.stack([
-            torch.autograd.grad(mixed, factors, [d[p] for p in weights], retain_graph=True)[0]
-            for d in directions])
-
-
-def logprob_changes(policy, direction, rollout, temperature):
-    """d log-prob / d e (n, T) along one direction."""
-    return changes_along(policy, [direction], rollout, temperature)[0]
+            logp, list(direction), factors, create_graph=True, materialize_grads=True)
+        return torch.autograd.grad(mixed, factors, list(direction.values()))[0]
 
 
 def token_slopes(setup, cfg, batch, step):
