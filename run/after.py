@@ -41,17 +41,9 @@ def change(cfg, changed):
         setattr(cfg, name, value)
 
 
-def changes_of(cfg):
-    """The settings that `after` has changed -> {name: value}, for a checkpoint."""
-    return {name: getattr(cfg, name) for name in cfg.given}
-
-
 def change_again(cfg, content):
     """Repeat the changes in a checkpoint's content, except where the command now sets a different
     value."""
-    for name, value in cfg.given.items():
-        setattr(cfg, name, value)
-    cfg.given.clear()
     before = content["settings"]
     change(cfg, {name: value for name, value in content["after"].items()
                  if getattr(cfg, name) == before[name]})
@@ -62,17 +54,14 @@ def change_again(cfg, content):
 
 
 def mask_of(keep, batch, cfg):
-    """Check what `after` returned -> a mask (N,) of whole groups of a Batch; all False for None."""
-    if keep is None:
-        return torch.zeros(len(batch.prompts), dtype=torch.bool)
-    keep = torch.as_tensor(keep).cpu()
-    if keep.dtype != torch.bool or keep.shape != (len(batch.prompts),):
+    """Check what `after` returned -> a mask (N,) of whole groups of a Batch; all False for None. A
+    part of a group has a different mean, and so different advantages."""
+    N = len(batch.prompts)
+    keep = torch.zeros(N, dtype=torch.bool) if keep is None else torch.as_tensor(keep).cpu()
+    first = keep[::cfg.num_generations].repeat_interleave(cfg.num_generations)
+    if keep.dtype != torch.bool or keep.shape != (N,) or not torch.equal(keep, first):
         raise BadInput(f"after returned {shown(keep)}: must be None, or True or False for each of "
-                       f"the {len(batch.prompts)} completions of batch")
-    groups = keep.view(-1, cfg.num_generations)
-    if (groups.any(1) != groups.all(1)).any():
-        raise BadInput("after kept a part of a group: keep all completions of a prompt or none, "
-                       "since they are compared with each other")
+                       f"the {N} completions of batch, the same within a group")
     return keep
 
 

@@ -25,7 +25,7 @@ from common.files import ROOT, flush, load_file, replacing, save_file, write_jso
 from common.guards import moments_of
 from common.processes import rank_and_size
 from common.seeds import hash_of
-from run.after import change_again, changes_of, load_replay, replay_state
+from run.after import change_again, load_replay, replay_state
 from run.inputs import changed_inputs, of_prompts
 from run.optimizer import load_state
 from run.settings import settings_that_are
@@ -120,10 +120,10 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
         base_hash=base_hash, shape=asdict(setup.policy.config), policy=weights,
         optimizer=setup.optimizer.state_dict(),
         reference=None if setup.reference is setup.base else setup.reference.state_dict(),
-        influence=setup.target_average and setup.target_average.state(), seen=setup.seen,
-        has_read=setup.has_read,
-        after=changes_of(cfg), replay=replay_state(setup), memory=setup.memory,
-        changes=setup.changes, settings=cfg.public(), random=random_state(),
+        influence=setup.target_average and setup.target_average.state(), random=random_state(),
+        seen=setup.seen, replay=replay_state(setup), memory=setup.memory,
+        after={name: getattr(cfg, name) for name in cfg.given}, settings=cfg.public(),
+        has_read=setup.has_read, changes=setup.changes,
         **{name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
 
     # keep at least two: the newest may turn out to be damaged
