@@ -1,6 +1,8 @@
 """
-Marks for settings, written with the type: `top_p: Free[Share]`. A plain int or float is at least 0.
+Marks for settings, written with the type: `top_p: Free[Share]`. A number is at least 0 unless its
+type says more.
 """
+import math
 from typing import Annotated, Any, Callable, NamedTuple, TypeVar, get_args
 
 T = TypeVar("T")
@@ -17,10 +19,8 @@ class Range(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-# may it differ when a run goes on? Free: yes. No mark: with --resume=True. Live: the config file's
-# `after` may set it within a run
-Free = Annotated[T, Mark("free")]
-Live = Annotated[T, Mark("live")]
+Free = Annotated[T, Mark("free")]           # may differ when the same command goes on
+Live = Annotated[T, Mark("live")]           # the config file's `after` may set it within a run
 Path = Annotated[str, Mark("path")]         # ~ at its beginning is the home folder
 Variant = Annotated[str, Mark("variant")]   # beside the core's own values: names in extras/variants
 
@@ -34,7 +34,8 @@ def at_most(most):
 
 
 Positive = Annotated[int, at_least(1)]
-Iterations = Annotated[int, at_most(999_999)]      # six digits in the names of checkpoints
+Iterations = Annotated[int, at_least(0), at_most(999_999)]  # six digits in a checkpoint's name
+Real = Annotated[float, Range("a number", math.isfinite)]   # of any sign
 Above0 = Annotated[float, Range("above 0", lambda x: x > 0)]
 Share = Annotated[float, at_least(0), at_most(1)]
 ShareAbove0 = Annotated[float, Range("above 0", lambda x: x > 0), at_most(1)]

@@ -47,9 +47,10 @@ class Run:
             self.is_continued = all_gather([is_continued])[0]
 
         # print which settings differ from the defaults
-        print("settings: " + (cfg.named or "none is set, all have their defaults"))
-        for name, value in cfg.changed.items():
-            print(f"    {name} = {value!r}")
+        print("settings:")
+        for name, value in cfg.public().items():
+            if value != getattr(type(cfg), name):
+                print(f"    {name} = {value!r}")
         return self
 
     def __exit__(self, kind, error, trace):

@@ -5,10 +5,7 @@ Every setting, documented once, and the reader of config files and flags.
 
 A config file is Python that assigns names of Settings. Names that begin with _ and imported modules
 are ignored. A function (prompts, completions) that returns one number per completion can be a
-reward. Functions with a fixed name: reward, advantage (grpo.py), target, weigh (tracin.py), choose,
-questions (data/prompts.py), optimizer (run/optimizer.py), after (run/after.py), texts
-(extras/make), environment and the table `tools` (extras/environment). docs/hooks.md lists their
-arguments.
+reward. Functions with a fixed name are hooks: docs/hooks.md lists them.
 
 The folder of a run is a config too: its config.json has all settings. It may be a stranger's, so
 functions come only from a config file that is named beside it.
@@ -31,7 +28,7 @@ from common.errors import BadInput, shown
 from common.files import ROOT, read_json, read_text
 from common.hooks import select_arguments
 from common.kinds import (
-    Above0, Decay, Free, Iterations, Live, Mark, Path, Positive, Range, Share,
+    Above0, Decay, Free, Iterations, Live, Mark, Path, Positive, Range, Real, Share,
     ShareAbove0, Temperature, Variant, at_least, parts_of)
 from common.variants import variants_of
 from rollout import Sampling
@@ -52,6 +49,11 @@ def settings_of_extras():
 
 @dataclass
 class Settings(*settings_of_extras()):
+    # A line is a setting: name, type, default, meaning. common/kinds.py has the types; a number is
+    # at least 0 unless its type says more. Free: may differ when the same command goes on, where
+    # all others need --resume=True. Live: the config file's `after` may set it within a run.
+    # What stands below "seldom" in a section is listed by --help=all alone
+
     # run
     out_dir: Free[Path] = "out/grpo"    # what a run leaves behind
     # iterations; each samples num_prompts * num_generations completions
@@ -139,7 +141,7 @@ class Settings(*settings_of_extras()):
     kl_estimator: Literal["k3"] | Variant = "k3"    # k1 and k2 are in extras/variants
     # a term of the loss, or subtracted from each completion's reward
     kl_in: Literal["loss", "reward"] = "loss"
-    entropy_coef: Live[float] = 0.0     # weight of the mean entropy, subtracted from the loss
+    entropy_coef: Live[Real] = 0.0      # weight of the mean entropy, subtracted from the loss
     mask_truncated_completions: bool = False    # completions cut at the limit carry no loss
 
     # step
@@ -179,15 +181,11 @@ class Settings(*settings_of_extras()):
     # completions of each; 25 as in RealToxicityPrompts
     num_eval_generations: Positive = 25
 
-    # what the config file brings along; not settings
-    functions: dict = field(default_factory=dict, repr=False)
-    source: str | None = field(default=None, repr=False)    # its text
-    # for the run's first lines: the configs that the command named, and settings that its flags
-    # changed
-    named: str = field(default="", repr=False)
-    changed: dict = field(default_factory=dict, repr=False)
-    # the first values of settings that `after` has changed
-    given: dict = field(default_factory=dict, repr=False)
+    # beside the settings: the functions of the config file, its text, and the first values of
+    # settings that `after` has changed
+    functions: dict = field(default_factory=dict)
+    source: str | None = None
+    given: dict = field(default_factory=dict)
 
     @property
     def answers(self):
@@ -261,9 +259,9 @@ class Settings(*settings_of_extras()):
                 if name not in ("resume", "debug_step")}
 
 
-# {setting: its plain types, choices and marks}. Fields with repr=False are the config file's
-# functions
-PARTS = {x.name: parts_of(x.type) for x in fields(Settings) if x.repr}
+# {setting: its plain types, choices and marks}
+PARTS = {x.name: parts_of(x.type) for x in fields(Settings)
+         if x.name not in ("functions", "source", "given")}
 
 
 def settings_that_are(kind):
@@ -275,37 +273,22 @@ def settings_that_are(kind):
 # one setting
 
 
-# names that TRL, verl, nanoGPT and others use, and their names here; the same for values
+# names that TRL, verl and nanoGPT use, the notes, and earlier versions; the same for values
 ELSEWHERE = {
     "group_size": "num_generations", "max_new_tokens": "max_completion_length",
-    "max_tokens": "max_completion_length", "max_response_length": "max_completion_length",
-    "kl_coef": "beta", "kl_loss_coef": "beta", "init_kl_coef": "beta", "kl_beta": "beta",
-    "lr": "learning_rate", "clip_eps": "epsilon", "clip_range": "epsilon", "cliprange": "epsilon",
-    "clip_ratio": "epsilon", "grad_clip": "max_grad_norm", "bf16": "dtype = 'bfloat16'",
-    "fp16": "dtype = 'bfloat16'", "mu": "num_iterations", "ppo_epochs": "num_iterations",
+    "max_response_length": "max_completion_length", "kl_coef": "beta", "kl_loss_coef": "beta",
+    "lr": "learning_rate", "clip_eps": "epsilon", "clip_ratio": "epsilon", "cliprange": "epsilon",
+    "grad_clip": "max_grad_norm", "bf16": "dtype", "ppo_epochs": "num_iterations",
     "ppo_mini_batch_size": "mini_batch_size", "lora_r": "lora_rank",
-    "gradient_checkpointing": "activation_checkpointing", "model": "policy",
-    "model_name_or_path": "policy", "output_dir": "out_dir", "reward_model": "judge",
-    "max_steps": "max_iters", "lr_scheduler_type": "lr_decay", "warmup_steps": "warmup_iters",
-    "tracin_val_batch_size": "tracin_val_size, with tracin_val_prompts",
-    "batch_size": "num_prompts, times num_generations: completions of an iteration",
-    "train_batch_size": "num_prompts, times num_generations: completions of an iteration",
-    "per_device_train_batch_size": "micro_batch_size, completions per forward and backward",
-    "gradient_accumulation_steps": "num_prompts * num_generations / micro_batch_size",
-    "num_train_epochs": "max_iters, which counts iterations of num_prompts prompts",
-    "max_prompt_length": "what the policy's positions leave beside max_completion_length",
-    "max_length": "max_completion_length, without the prompt",
-    "kl_target": "beta, which a function `after` adapts (docs/hooks.md)",
-    "target_kl": "max_iters, which a function `after` sets (docs/hooks.md)",
-    "adaptive_kl": "beta, which a function `after` adapts (docs/hooks.md)",
-    "tracin=seqloss-lastadv": "tracin = 'advantage'",
-    "tracin=seqloss-reward": "tracin = 'reward'",
-    "tracin=seqloss_lastadv": "tracin = 'advantage'",
-    "tracin=seqloss_reward": "tracin = 'reward'",
-    "loss_type=gspo": "importance_sampling_level = 'sequence' with loss_type = 'grpo'",
-    "loss_type=ppo": "critic = True",
-    "dtype=bf16": "dtype = 'bfloat16'",
-    "dtype=fp32": "dtype = 'float32'",
+    "gradient_checkpointing": "activation_checkpointing", "model_name_or_path": "policy",
+    "output_dir": "out_dir", "reward_model": "judge", "max_steps": "max_iters",
+    "num_train_epochs": "max_iters", "lr_scheduler_type": "lr_decay",
+    "warmup_steps": "warmup_iters", "batch_size": "num_prompts", "train_batch_size": "num_prompts",
+    "per_device_train_batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "micro_batch_size", "tracin_val_batch_size": "tracin_val_size",
+    "next_iteration": "debug_step", "tracin=seqloss-lastadv": "tracin = 'advantage'",
+    "tracin=seqloss-reward": "tracin = 'reward'", "loss_type=ppo": "critic",
+    "loss_type=gspo": "importance_sampling_level = 'sequence'", "dtype=bf16": "dtype = 'bfloat16'",
     "kl_estimator=low_var_kl": "kl_estimator = 'k3'"}
 WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text",
          tuple: "a tuple", dict: "a dict", types.NoneType: "None"}
@@ -329,8 +312,8 @@ def what_it_must_be(name, value):
     # numbers: in their range, and small enough for torch and JSON
     if type(value) not in (int, float):
         return ""
-    ranges = [x for x in parts if isinstance(x, Range)]
-    ranges += [at_least(0), Range("a number below 2 ** 63", lambda x: x < 2 ** 63)]
+    ranges = [x for x in parts if isinstance(x, Range)] or [at_least(0)]
+    ranges += [Range("a number below 2 ** 63", lambda x: abs(x) < 2 ** 63)]
     return next((x.words for x in ranges if not x.holds(value)), "")
 
 
@@ -339,10 +322,10 @@ def assign(cfg, name, value, source):
     # a name from elsewhere, a value from elsewhere, a slip
     for given in (name, f"{name}={value}"):
         if given in ELSEWHERE:
-            raise BadInput(f"{source}: there is no {given!r}; here it is {ELSEWHERE[given]}")
+            raise BadInput(f"{source}: there is no {given!r}; see {ELSEWHERE[given]}")
     if name not in PARTS:
         near = difflib.get_close_matches(name, PARTS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else "python grpo.py --help lists them"
+        hint = f"did you mean {near[0]!r}?" if near else "a name of your own begins with _"
         raise BadInput(f"{source}: there is no setting {name!r}; {hint}")
 
     # what is meant is clear: 1 for 1.0, a list or one text for a tuple, ~ for the home folder
@@ -442,12 +425,9 @@ def load_settings(argv):
         cfg.out_dir = folder                # the run may have been copied or moved
 
     # flags come last: they override both
-    before = cfg.public()
     for flag in argv:
         if flag.startswith("-"):
             assign(cfg, *read_flag(flag), flag)
-    cfg.named = ", ".join(paths)
-    cfg.changed = {name: x for name, x in cfg.public().items() if x != before[name]}
     if files:
         cfg.source = "\n".join(map(read_text, files))
     check(cfg)
@@ -466,10 +446,9 @@ that are logged. config/ holds more config files; the folder of a run repeats th
 
 
 def listed(settings):
-    """The settings of a class with their comments, as its source has them."""
+    """The source of a class of settings: the lines above its first method."""
     text = inspect.getsource(settings).partition(":\n")[2]
-    text = re.split(r"\n+    (?:def |# what the config file brings)", text)[0]
-    return re.sub(r"\b(?:Free|Live)\[(.+?)\] =", r"\1 =", textwrap.dedent(text))
+    return textwrap.dedent(re.split(r"\n+    (?:def|@property)", text)[0])
 
 
 def usage(which=""):
