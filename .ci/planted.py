@@ -879,9 +879,6 @@ MISTAKES = [
     *of("run/evaluation.py", "test_evaluation.py::test_a_perplexity_beyond_all_numbers_is_infinite",
         ("perplexity at temperature 1", "completion_logprobs(base, part, cfg.eval_temperature)",
          "completion_logprobs(base, part)")),
-    *of("run/evaluation.py",
-        "test_evaluation.py::test_many_rows_are_sampled_together_as_far_as_memory_goes",
-        ("the keys of one layer alone", "2 * shape.n_layer * shape.n_embd", "2 * shape.n_embd")),
 
     # test_files.py
     *of("extras/make/supervised.py", "test_make.py::test_the_rates_of_a_fit_go_up_stay_and_go_down",

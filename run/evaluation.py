@@ -17,17 +17,6 @@ from run.sampling import sample_completions
 
 NUM_SHOWN = 4   # completions to print
 AT_ONCE = 64    # completions scored at once, and the fewest sampled at once: fast on a CPU
-SAMPLING_BYTES = {"cpu": 2 ** 27, "cuda": 2 ** 31}      # memory for completions sampled at once
-
-
-def rows_at_once(setup, cfg):
-    """How many completions to sample at once. Many rows cost hardly more than few, while their
-    keys, values and logits fit into SAMPLING_BYTES. The number is the same on all machines."""
-    longest = max(len(prompt.ids) for prompt in setup.eval_prompts) + cfg.max_completion_length
-    shape = setup.base.config
-    floats = 2 * shape.n_layer * shape.n_embd * longest + 4 * len(setup.base.lm_head.weight)
-    room = SAMPLING_BYTES.get(setup.device.type, 2 ** 27) // (4 * floats)
-    return max(AT_ONCE, room)
 
 
 def is_untrained(setup, policy):
@@ -137,11 +126,11 @@ def evaluate(setup, policy, cfg, iteration=0):
             numbers at different temperatures cannot be compared
         kl: from the policy to the policy before training, nats per token
     """
-    # without truncation, at eval_temperature
+    # without truncation, at eval_temperature; at once as many as an iteration samples, which fit
     k = cfg.num_eval_generations
+    at_once = cfg.decode_batch_size or max(AT_ONCE, cfg.num_prompts * cfg.num_generations)
     how = replace(cfg.untruncated(cfg.eval_temperature), num_generations=k,
-                  decode_batch_size=cfg.decode_batch_size or rows_at_once(setup, cfg),
-                  reward_funcs=(*setup.reward_funcs,))
+                  decode_batch_size=at_once, reward_funcs=(*setup.reward_funcs,))
     rollout, prompts, completions = sample_completions(
         setup, policy, setup.eval_prompts, how, seed_for("evaluation"))
 

@@ -1,13 +1,12 @@
 """What an evaluation measures does not depend on how many rows are computed together."""
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
 from rollout import Sampling
 from run import evaluation
-from run.evaluation import evaluate, perplexity_under, rows_at_once
+from run.evaluation import evaluate, perplexity_under
 from run.sampling import sample_completions
 from worlds import WORD_PROMPTS, WORDS, letters, setup_of, shaken, skip_without, word_gpt, words
 
@@ -26,9 +25,9 @@ def test_rows_that_are_computed_together_change_no_measure(monkeypatch):
     policy = shaken(word_gpt(), .05)
     whole = measures_of(setup, policy, cfg)
     assert whole["kl"] > 1e-4
-    for at_once, room in ((1, 1), (64, 10 ** 9)):
-        monkeypatch.setattr(evaluation, "AT_ONCE", at_once)
-        monkeypatch.setitem(evaluation.SAMPLING_BYTES, "cpu", room)
+    monkeypatch.setattr(evaluation, "AT_ONCE", 1)
+    for rows in (1, 7):
+        cfg.decode_batch_size = rows
         assert measures_of(setup, policy, cfg) == pytest.approx(whole, rel=1e-5)
 
 
@@ -68,16 +67,6 @@ def test_the_rewards_of_the_prompts_are_those_of_the_measures():
     cfg.reward_weights = (0.0, 1.0, 0.0)
     measures, found, _ = evaluate(setup, setup.policy, cfg)
     assert sum(found) / 4 == pytest.approx(measures["rewards/letters"])
-
-
-def test_many_rows_are_sampled_together_as_far_as_memory_goes():
-    setup, cfg = world_of()
-    shape = setup.base.config
-    many = rows_at_once(setup, cfg)
-    setup.base.config = replace(shape, n_layer=8)
-    assert evaluation.AT_ONCE < rows_at_once(setup, cfg) < many
-    setup.base.config = replace(shape, n_embd=10 ** 6)
-    assert rows_at_once(setup, cfg) == evaluation.AT_ONCE
 
 
 def held_out_sample(setup, policy, cfg):
