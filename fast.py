@@ -17,11 +17,6 @@ from torch.utils.checkpoint import checkpoint
 # products of bfloat16 numbers, summed in float32: on a GPU twice as fast as TF32
 
 
-def has_half_product():
-    """Whether this torch can return a product of bfloat16 matrices in float32 (since 2.8)."""
-    return hasattr(torch.ops.aten.mm, "dtype")
-
-
 def product(a, b):
     """a @ b of bfloat16 matrices, in float32. Only on a GPU."""
     return torch.mm(a, b, out_dtype=torch.float32)
@@ -156,15 +151,13 @@ def log_prob(logits, targets):
     return (LogProbOfHalf if is_half else LogProb).apply(logits, targets)
 
 
-def buffered_logits(h, weight, bias, allowed, temperature):
+def buffered_logits(h, weight, allowed, temperature):
     """(rows, logits (m, V)) of hidden states h (M, C), piece by piece, in one buffer."""
     m = max(1, LOGITS_AT_ONCE // len(weight))
     buffer = h.new_empty(min(m, len(h)), len(weight))
     for i in range(0, len(h), m):
         rows = slice(i, i + m)
         logits = torch.mm(h[rows], weight.T, out=buffer[:len(h[rows])])
-        if bias is not None:
-            logits += bias
         if temperature != 1:
             logits /= temperature
         if allowed is not None:
@@ -173,8 +166,8 @@ def buffered_logits(h, weight, bias, allowed, temperature):
 
 
 class BufferedLogProb(torch.autograd.Function):
-    """Log-probs (M,) of targets (M,) at hidden states h (M, C), by a head's weight (V, C) and bias
-    (V,) or None. allowed: (M, V) or None.
+    """Log-probs (M,) of targets (M,) at hidden states h (M, C), by a head's weight (V, C). allowed:
+    (M, V) or None.
 
     The logits are computed in one buffer, piece after piece, and again in the backward. If each
     piece were allocated anew, on a CPU small results would land in the freed block, the next piece
@@ -182,36 +175,34 @@ class BufferedLogProb(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, h, weight, bias, targets, allowed, temperature):
+    def forward(ctx, h, weight, targets, allowed, temperature):
         logp = h.new_empty(len(h))
         totals = h.new_empty(len(h), 1)
-        for rows, logits in buffered_logits(h, weight, bias, allowed, temperature):
+        for rows, logits in buffered_logits(h, weight, allowed, temperature):
             target = logits.gather(1, targets[rows, None])
             # the log of the sum of exponentials, in place
             most = logits.amax(1, keepdim=True)
             totals[rows] = logits.sub_(most).exp_().sum(1, keepdim=True).log_().add_(most)
             logp[rows] = (target - totals[rows])[:, 0]
-        ctx.save_for_backward(h, weight, bias, targets, allowed, totals)
+        ctx.save_for_backward(h, weight, targets, allowed, totals)
         ctx.temperature = temperature
         return logp
 
     @staticmethod
     def backward(ctx, grad):
-        h, weight, bias, targets, allowed, totals = ctx.saved_tensors
+        h, weight, targets, allowed, totals = ctx.saved_tensors
         slope = grad[:, None] / ctx.temperature
         if torch.is_grad_enabled():     # create_graph=True: there may be a second derivative
-            logits = F.linear(h, weight, bias) / ctx.temperature
+            logits = h @ weight.T / ctx.temperature
             if allowed is not None:
                 logits = logits.masked_fill(~allowed, -math.inf)
             slopes = (logits.softmax(-1) * -slope).scatter_add(1, targets[:, None], slope)
-            of_bias = None if bias is None else slopes.sum(0)
-            return slopes @ weight, slopes.T @ h, of_bias, None, None, None
+            return slopes @ weight, slopes.T @ h, None, None, None
 
-        needs_h, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_h, needs_weight, *_ = ctx.needs_input_grad
         of_h = torch.zeros_like(h) if needs_h else None
         of_weight = torch.zeros_like(weight) if needs_weight else None
-        of_bias = torch.zeros_like(bias) if needs_bias else None
-        for rows, logits in buffered_logits(h, weight, bias, allowed, ctx.temperature):
+        for rows, logits in buffered_logits(h, weight, allowed, ctx.temperature):
             # the logits' gradient: grad * (one-hot - probability), as in LogProb
             slopes = logits.sub_(totals[rows]).exp_().mul_(-slope[rows])                # (m, V)
             slopes.scatter_add_(1, targets[rows, None], slope[rows])
@@ -219,22 +210,19 @@ class BufferedLogProb(torch.autograd.Function):
                 torch.mm(slopes, weight, out=of_h[rows])
             if needs_weight:
                 of_weight.addmm_(slopes.T, h[rows])
-            if needs_bias:
-                of_bias += slopes.sum(0)
-        return of_h, of_weight, of_bias, None, None, None
+        return of_h, of_weight, None, None, None
 
 
 def can_buffer(model, h):
     """Whether BufferedLogProb can be used for hidden states h (M, C): on a CPU, with more logits
-    than one piece, or than a backward keeps, and with a plain head without hooks (a tape adds
-    some)."""
+    than one piece, or than a backward keeps."""
     head = model.lm_head
-    is_large = len(h) * len(head.weight) > (
-        LOGITS_KEPT if torch.is_grad_enabled() else LOGITS_AT_ONCE)
-    is_plain = getattr(head, "kind", type(head)) is torch.nn.Linear and not (
-        head._forward_hooks or head._forward_pre_hooks or head._backward_hooks)
+    most = LOGITS_KEPT if torch.is_grad_enabled() else LOGITS_AT_ONCE
+    is_linear = getattr(head, "kind", type(head)) is nn.Linear and head.bias is None
+    # a hook must see its calls: a tape adds one
+    is_plain = is_linear and not head._forward_hooks
     is_float = head.weight.dtype == h.dtype and not torch.is_autocast_enabled("cpu")
-    return h.device.type == "cpu" and is_large and is_plain and is_float
+    return h.device.type == "cpu" and is_float and is_plain and len(h) * len(head.weight) > most
 
 
 # ------------------------------------------------------------------------------------------------
@@ -268,7 +256,7 @@ def attend_on_cpu(q, k, v, mask, causal, scale):
 def casts_kept(model):
     """Around decoding: let autocast keep its casts of frozen weights, such as LoRA's base. Else it
     would cast them again for each token: it keeps casts of weights with requires_grad alone."""
-    frozen = [p for p in getattr(model, "parameters", tuple)() if not p.requires_grad]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
     try:
         for p in frozen:
             p.requires_grad_(True)

@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fast import attend_on_cpu, half_product, has_half_product
+from fast import attend_on_cpu, half_product
 
 
 @dataclass
@@ -162,12 +162,9 @@ class Head(nn.Linear):
     kind = nn.Linear    # tape.py treats it as a Linear
 
     def forward(self, h):
-        if not h.is_cuda:
-            return F.linear(h, self.weight)
-        if torch.is_autocast_enabled("cuda") and has_half_product():
+        if h.is_cuda and torch.is_autocast_enabled("cuda"):
             return half_product(h, self.weight)
-        with torch.autocast("cuda", enabled=False):
-            return F.linear(h.to(self.weight.dtype), self.weight)
+        return F.linear(h, self.weight)
 
 
 class Cache:

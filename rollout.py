@@ -435,8 +435,8 @@ def completion_logprobs(model, rollout, temperature=1.0, states=None):
         return at_sampled_tokens(log_prob, model, rollout, temperature, states)
 
     # on a CPU, for very many logits: the same in one buffer
-    head = model.lm_head
-    logp = BufferedLogProb.apply(h, head.weight, head.bias, targets, allowed, temperature)  # (M,)
+    weight = model.lm_head.weight
+    logp = BufferedLogProb.apply(h, weight, targets, allowed, temperature)     # (M,)
     return logp.new_zeros(rollout.logp.shape).index_put(where, logp)
 
 

@@ -200,29 +200,29 @@ def test_pieces_of_logits_change_nothing(monkeypatch):
 
 
 def test_log_probs_in_one_buffer_are_those_of_torch(monkeypatch):
-    """With their first and second derivatives, in pieces of which the last is shorter, with a bias,
-    a temperature, and tokens that could not be drawn."""
+    """With their first and second derivatives, in pieces of which the last is shorter, with a
+    temperature, and tokens that could not be drawn."""
     monkeypatch.setattr("fast.LOGITS_AT_ONCE", 3 * 50)
     g = generator_of(4)
-    h, weight, bias = (torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_()
-                       for shape in ((11, 8), (50, 8), (50,)))
+    h, weight = (torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_()
+                 for shape in ((11, 8), (50, 8)))
     targets = torch.randint(50, (11,), generator=g)
     factors = torch.randn(11, generator=g, dtype=torch.float64)
     allowed = torch.rand(11, 50, generator=g) < .5
     allowed[torch.arange(11), targets] = True
 
     def plain():
-        logits = (F.linear(h, weight, bias) / .7).masked_fill(~allowed, -math.inf)
+        logits = (F.linear(h, weight) / .7).masked_fill(~allowed, -math.inf)
         return logits.log_softmax(1)[torch.arange(11), targets]
 
     def buffered():
-        return BufferedLogProb.apply(h, weight, bias, targets, allowed, .7)
+        return BufferedLogProb.apply(h, weight, targets, allowed, .7)
 
     found = []
     for function in (plain, buffered):
-        slope = gradient(function() @ factors, (h, weight, bias))
+        slope = gradient(function() @ factors, (h, weight))
         of_h, = torch.autograd.grad(function() @ factors, h, create_graph=True)
-        second = gradient(of_h.square().sum(), (h, weight, bias))
+        second = gradient(of_h.square().sum(), (h, weight))
         found.append(torch.cat([function().detach(), slope, second]))
     assert_near(found[1], found[0], 1e-12, "log-probs, slopes or second derivatives")
 

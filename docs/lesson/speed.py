@@ -57,11 +57,11 @@ WHAT = {
     "casts kept": (
         "weights that are cast to bfloat16 are cast once for all tokens", fast.casts_kept),
     "TF32": ("float32 products with 10 bits behind the point", None),
+    "half head": (
+        "the largest product takes bfloat16 and gives float32", fast.half_product),
     "graph": (
         "what a token launches on the GPU is recorded once and then launched as one",
         graph.generate_by_graph),
-    "half head": (
-        "the largest product takes bfloat16 and gives float32", fast.half_product),
     "five passes over the logits": (
         "log-probs and their gradient read the logits five times, not twelve",
         fast.LogProbOfHalf),

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fast import has_half_product
 from model import GPT, Cache
 from rollout import decode, draw, drop_finished, generate
 
@@ -85,8 +84,7 @@ class HalfWeights:
         self.model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
         self.pairs = []         # (weight in bfloat16, the model's own)
         head = self.model.lm_head
-        layers = [*self.model.h.modules(), head] if has_half_product() else self.model.h.modules()
-        for layer in layers:
+        for layer in [*self.model.h.modules(), head]:
             own = layer.named_parameters(recurse=False) if isinstance(layer, nn.Linear) else ()
             for name, weight in list(own):
                 half = weight.detach().bfloat16()
