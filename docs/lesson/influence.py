@@ -2,10 +2,10 @@
 # # Influence by hand
 #
 # **Influence** says for each rollout: if we learned from it alone, would our target get better or
-# worse? An **account** looks back: what did each rollout give of a change that has happened?
+# worse? An **account** looks back: how much did each rollout contribute to a change?
 #
-# Read the first lesson before (`lesson.ipynb`): what a rollout, an advantage and a step are stands
-# there. Sections 2 to 8 are about one step, sections 9 to 11 are accounts.
+# Read the first lesson before (`lesson.ipynb`): it says what a rollout, an advantage and a step
+# are. Sections 2 to 8 are about one step, sections 9 to 11 are accounts.
 #
 # Every function here is the project's own. Open `influence.ipynb` in Jupyter
 # (`pip install matplotlib jupyterlab`) or VS Code, or run `python docs/lesson/influence.py`. In
@@ -15,8 +15,8 @@
 # for a line of yours in place of the dots. Answers to **Try** are at the end.
 #
 # ## 1. A batch
-# The world is that of the first lesson, and so are the 24 rollouts: six completions of each of four
-# prompts. The reward is the share of the letter e.
+# The world and the 24 rollouts are the first lesson's: six completions of each of four prompts. The
+# reward is the share of the letter e.
 
 # %%
 flags = []      # to try something: ["--seed=21"] takes other prompts
@@ -88,8 +88,8 @@ plt.scatter(range(N), by_hand, color="black", s=12, zorder=3, label="sum: influe
 picture("i2_influence", "rollout", "influence")
 
 # %% [markdown]
-# So most influences are positive, even where the others disagree. The sign of an influence is not
-# that of the advantage. A rollout below average can have positive influence: learning to avoid it
+# So most influences are positive, even where the others disagree. The sign can differ from the
+# advantage's. A rollout below average can have positive influence: learning to avoid it
 # helps. One above average can have negative influence: what makes it likelier moves the others the
 # wrong way.
 #
@@ -347,7 +347,7 @@ print(f"the log-prob changed by {after - before:+.4f}, the shares add up to {sha
 
 # %% [markdown]
 # Not quite. The slope before the step is right at its start alone: on the way it becomes another.
-# The mean of the slopes before and after is nearly that of the whole way.
+# The mean of the slopes before and after is nearly the slope of the whole way.
 
 # %%
 slope_after = slope()
@@ -365,7 +365,7 @@ picture("i9_shares", f"rollout; the sentence is number 0, advantage {batch.advan
 # ## 10. What if it had been left out?
 # A share says what a rollout did. Another question: what would be, had it not been there? For one
 # plain step that is the same. For two it is not: without rollout $i$ the second step begins
-# elsewhere, and all gradients there are others.
+# elsewhere, where all gradients differ.
 #
 # So train again, once for each rollout: two steps from the start, in which this one has a weight of
 # 0 and the others of 1. And again with a weight of 0.9, which is a smaller change. We leave out the
@@ -523,10 +523,10 @@ print(*added_code("nano.py", "nano_tracin.py"), sep="\n")
 
 # %% [markdown]
 # These lines are all that the first lesson's loop lacks to learn from helpful rollouts only:
-# `diff nano.py nano_tracin.py`. The tape is that of section 3, the choice that of section 8.
+# `diff nano.py nano_tracin.py`. Section 3 has the tape, section 8 the choice.
 #
 # ## Answers
-# Each number is of the run that made this page: with other `flags` they are others.
+# The numbers are from the run that made this page: they change with `flags`.
 #
 # **1.** They have. Prompts share the policy's weights, and here even words, so what one group
 # learns moves the others.
@@ -591,7 +591,7 @@ for count in (6, 24):
 
 # %% [markdown]
 # **7.** Fewer, since nothing of this influence is a rollout's own. So the step turns further away
-# from that of all rollouts.
+# from the step of all rollouts.
 
 # %%
 for name, found in ("batch", influence), ("held-out", on_held_out):
