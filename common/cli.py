@@ -15,6 +15,8 @@ OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory")       # GPU, h
 def exit_codes():
     """Around a command, its exit codes: 0 done, 1 stopped, 2 bad input (one line), 130 interrupted.
     All else is an error, with its traceback."""
+    rank, _ = rank_and_size()       # before the processes part
+
     # a character that the terminal does not know ends no run
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -24,7 +26,7 @@ def exit_codes():
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        if rank_and_size()[0] == 0:     # all processes end alike
+        if rank == 0:       # all processes end alike
             print("interrupted", file=sys.stderr)
         sys.exit(130)
     except RuntimeError as e:

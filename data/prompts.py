@@ -82,30 +82,24 @@ def read_prompt(tokenizer, row, field, where):
     return Prompt(text, ids, row)
 
 
-def prompts_from(path, comments, cfg, tokenizer, limit):
-    """Prompts of at most `limit` tokens: from a file's rows, else from the config file's
-    `questions`, else from comments. questions(n, seed) returns about n dicts, each with the
-    prompt's "text" and whatever rewards need."""
-    # rows, and the field that holds the prompt
-    field = "text"
+def rows_from(path, comments, cfg):
+    """-> (name of the source, its rows as dicts, the field that holds the prompt). The source is a
+    file, else the config file's `questions`, else comments. questions(n, seed) returns about n
+    dicts, each with the prompt's "text" and whatever rewards need."""
     if path:
-        source = path
-        rows = read_rows(path)
-        if ending_of(path) != ".txt":
-            field = cfg.prompt_field
-    elif "questions" in cfg.functions:
-        source = "questions"
-        rows = list(cfg.functions["questions"](NUM_QUESTIONS, SEED))
-    else:
-        source = "comments"
-        rows = starts_of(comments, cfg)
+        return path, read_rows(path), "text" if ending_of(path) == ".txt" else cfg.prompt_field
+    if "questions" in cfg.functions:
+        return "questions", list(cfg.functions["questions"](NUM_QUESTIONS, SEED)), "text"
+    return "comments", starts_of(comments, cfg), "text"
 
-    # a Prompt of each, if it leaves room for a completion
+
+def prompts_from(path, comments, cfg, tokenizer, limit):
+    """Prompts of 1 to `limit` tokens, so that there is room for a completion; see rows_from."""
+    source, rows, field = rows_from(path, comments, cfg)
     prompts = [read_prompt(tokenizer, row, field, f"{source}: row {number}")
                for number, row in enumerate(rows, 1)]
-    plain = [prompt.text for prompt in prompts
-             if not isinstance(field_of(prompt.row, field), list)]
-    note_texts(tokenizer, plain, f"{source}: prompts")
+    texts = [prompt.text for prompt in prompts if "messages" not in prompt.row]     # no chats
+    note_texts(tokenizer, texts, f"{source}: prompts")
     fitting = [prompt for prompt in prompts if 1 <= len(prompt.ids) <= limit]
     left_out = len(prompts) - len(fitting)
     if left_out and source != "comments":       # there are plenty of comments
@@ -123,10 +117,6 @@ def load_prompts(cfg, tokenizer, block_size):
     """-> training prompts, evaluation prompts, and the remaining held-out prompts, lists of Prompt.
     Each has at least one token, and leaves room for a completion in the policy's block_size."""
     limit = block_size - cfg.max_completion_length
-    if limit < 1:
-        raise BadInput(f"max_completion_length = {cfg.max_completion_length}: leaves no room for a "
-                       f"prompt in block_size = {block_size}")
-
     from_comments = not cfg.prompts and "questions" not in cfg.functions
     splits = load_splits(cfg) if from_comments else {}
     train = prompts_from(cfg.prompts, splits.get("train_prompts"), cfg, tokenizer, limit)

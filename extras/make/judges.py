@@ -20,17 +20,6 @@ SEED = 0
 HALVES = {"judge": "judge_a", "eval_judge": "judge_b"}  # the split that each one is trained on
 
 
-def print_base(name, scores, toxic):
-    """Print rates at p = 0.5, which an AUC does not show: a judge that has seen few toxic comments
-    may order texts well and yet call none of them toxic. scores (N,): logits; toxic (N,): bools."""
-    right, wrong = (float((scores[rows] >= 0).float().mean()) for rows in (toxic, ~toxic))
-    print(f"{name}: of these {float(toxic.float().mean()):.1%} are toxic; p is 0.5 or more for "
-          f"{right:.1%} of them and for {wrong:.1%} of the others")
-    if right - wrong < 0.1:
-        print(f"note: {name} tells them apart by little at p = 0.5, so a toxic_share says nothing: "
-              "give it more comments of both kinds, or more judge_tokens")
-
-
 def even_lengths(comments, seed):
     """Cut half of the clean comments to the length of some toxic comment. Toxic comments are short;
     otherwise the judge would learn that short means toxic, and the policy never to end."""
@@ -113,7 +102,12 @@ def train_judge(path, name, comments, held_out, cfg, device):
     area = auc(scores, toxic)
     save_gpt(path, model, "judge", auc=area)
     print(f"{name}: ROC AUC {area:.4f} on {len(held_out)} comments it never saw")
-    print_base(name, scores, toxic)
+
+    # rates at p = 0.5, which an AUC does not show: a judge that has seen few toxic comments may
+    # order texts well and yet call none of them toxic
+    right, wrong = (float((scores[rows] >= 0).float().mean()) for rows in (toxic, ~toxic))
+    print(f"{name}: of these {float(toxic.float().mean()):.1%} are toxic; p is 0.5 or more for "
+          f"{right:.1%} of them and for {wrong:.1%} of the others")
 
 
 def made_judge(cfg, role, device, may_train=True):

@@ -293,7 +293,7 @@ def test_rank_0_may_take_long_to_prepare_and_nothing_else_may(tmp_path):
     found = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
     assert "gathered [0, 1]" in found.stdout, found.stderr
     assert found.returncode != 0
-    assert "rank 1 of 2" in found.stderr, "a process waits for ever for one that hangs"
+    assert "or hangs" in found.stderr, "a process waits for ever for one that hangs"
 
 
 if __name__ == "__main__":
