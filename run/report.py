@@ -4,6 +4,7 @@ table of before and after, and the verdict.
 """
 import math
 import os
+import statistics
 import sys
 import time
 
@@ -223,21 +224,16 @@ def print_warnings(m, cfg, warned, earlier=(), groups=None):
         warned.say("note", kind, text, m["iteration"])
 
 
-def reward_of(row, cfg):
-    """Weighted sum of an evaluation's rewards; NaN if a function scored nothing, or is newer than
-    the evaluation. Functions of weight 0 do not count."""
-    weights = {name: weight for name, weight in zip(cfg.reward_funcs, cfg.reward_weights) if weight}
-    means = [row.get(f"rewards/{name}") for name in weights]
-    if None in means:
-        return math.nan
-    return sum(weight * x for weight, x in zip(weights.values(), means))
+def held_out_reward(row):
+    """The mean reward of the prompts of an evaluation, a row of eval.jsonl; NaN: none is known."""
+    known = [x for x in row["prompt_rewards"] if x is not None]
+    return statistics.fmean(known) if known else math.nan
 
 
 def print_verdict(rows, cfg):
-    """Print whether the reward rose by cfg.expect_rise from the first evaluation to the last. If
-    it did not, end the run with exit code 1."""
-    before = reward_of(rows[0], cfg)
-    after = reward_of(rows[-1], cfg)
+    """Print whether the held-out reward rose by cfg.expect_rise from the first evaluation to the
+    last. If it did not, end the run with exit code 1."""
+    before, after = held_out_reward(rows[0]), held_out_reward(rows[-1])
     if after - before >= cfg.expect_rise:
         print(f"verdict: works, the reward rose from {before:.3f} to {after:.3f}")
         return

@@ -154,14 +154,13 @@ def test_progress_is_a_line_every_ten_seconds(clock):
 # ------------------------------------------------------------------------------------------------
 # the verdict
 
-def test_a_verdict_is_of_the_rewards_that_count():
-    """One of weight 0 has no part in it, whatever it says."""
-    cfg = Settings(reward_funcs=("a", "watched"), reward_weights=(2.0, 0.0), expect_rise=0.3)
-    for watched in (math.nan, 1e9, -1e9):
-        rows = [{"rewards/a": 0.1, "rewards/watched": 0.0},
-                {"rewards/a": 0.3, "rewards/watched": watched}]
-        assert "verdict" in printed(print_verdict, rows, cfg)
-    refusal(print_verdict, rows[::-1], cfg)
+def test_a_verdict_is_of_the_rewards_that_are_known():
+    cfg = Settings(expect_rise=0.3)
+    for known in ([0.5], [0.4, 0.6]):
+        rows = [{"prompt_rewards": x} for x in ([0.1, None, 0.2], [None, *known])]
+        assert "0.150" in printed(print_verdict, rows, cfg)
+        refusal(print_verdict, rows[::-1], cfg)
+    refusal(print_verdict, [{"prompt_rewards": [0.1]}, {"prompt_rewards": [None]}], cfg)
 
 
 # ------------------------------------------------------------------------------------------------
