@@ -368,8 +368,8 @@ plt.ylim(-1.5, 2)
 picture("7_kl", "d = log-prob by the reference less log-prob by the policy", "estimate of the KL")
 
 # %% [markdown]
-# Each dot is a token that was drawn. Over all draws k1 and k3 both have the KL as their mean, to the
-# last digit. k2 has not; it comes near if both policies are close. A draw of k3 is
+# Each dot is a token that was drawn. Over all draws the means of k1 and k3 are the KL, to the last
+# digit. k2's mean is not; it comes near if both policies are close. A draw of k3 is
 # nearly always off by less than the KL, a draw of k1 seldom. All the same the standard deviation
 # of k3 is the larger one: where the reference finds a token many times as likely as the policy
 # does, $e^d$ is huge. The policy seldom draws such a token, but then the estimate is far off.
@@ -420,7 +420,7 @@ left.set(xlabel="iteration", ylabel="reward")
 picture("8_curve", "iteration", "KL, nats per token")
 
 # %% [markdown]
-# Without the KL the reward is higher, and what it rewards is not language any more. This is **reward
+# Without the KL the reward is higher, and what it rewards is not language. This is **reward
 # hacking**: a rule of letters is easily served without sentences. The KL holds the policy near what
 # it had read, and costs some reward.
 #
