@@ -830,10 +830,10 @@ MISTAKES = [
     *of("run/optimizer.py",
         "test_inputs.py::test_what_an_optimizer_counts_in_its_groups_goes_on[torch.optim.SGD]",
         ("what an optimizer counts begins anew", "if name in names or is_torch and", "if")),
-    *of("run/inputs.py",
+    *of("run/log.py",
         "test_inputs.py::test_another_file_of_the_same_name_is_said_and_no_warning_compares"
         "[config]",
-        ("a warning compares two different rewards", 'if row["iteration"] > last]', "]")),
+        ("a warning compares two different rewards", ' if row["iteration"] > last]', "]")),
     *of("run/policy.py", "test_inputs.py::test_a_run_goes_on_when_the_run_that_it_began_from_moves_"
         "on_and_goes",
         ("a run forgets what it began from", "name = saved_base(cfg) or cfg.policy",

@@ -33,7 +33,7 @@ def load_judge(name, device="cpu"):
         silent = torch.tensor([says_nothing(text) for text in completions], dtype=torch.bool)
         return logits.masked_fill(silent, SAYS_NOTHING)
 
-    judge.digest = hash_of(model)       # tells whether the file has changed (run/inputs.py)
+    judge.digest = hash_of(model)       # tells whether the file has changed (run/hashes.py)
     return judge
 
 

@@ -26,7 +26,7 @@ from common.guards import moments_of
 from common.processes import rank_and_size
 from common.seeds import hash_of
 from run.after import change_again, load_replay, replay_state
-from run.inputs import changed_inputs, of_prompts
+from run.hashes import changed_inputs, of_prompts, what_was_read
 from run.optimizer import load_state
 from run.settings import settings_that_are
 
@@ -123,7 +123,7 @@ def save_checkpoint(folder, setup, cfg, iteration, num_tokens, base_hash):
         influence=setup.target_average and setup.target_average.state(), random=random_state(),
         seen=setup.seen, replay=replay_state(setup), memory=setup.memory,
         after={name: getattr(cfg, name) for name in cfg.given}, settings=cfg.public(),
-        has_read=setup.has_read, changes=setup.changes,
+        has_read=what_was_read(setup, cfg), changes=setup.changes,
         **{name: os.path.getsize(f"{folder}/{name}") for name in LOGS})
 
     # keep at least two: the newest may turn out to be damaged
@@ -205,7 +205,7 @@ def say_changes(setup, content, cfg):
         print(f"resumed with a different {name}: {old!r} -> {new!r}")
 
     # inputs
-    inputs = changed_inputs(content["has_read"], setup.has_read)
+    inputs = changed_inputs(content["has_read"], what_was_read(setup, cfg))
     for name, (old, new) in inputs.items():
         versions = f": {old} -> {new}" if name in ("device", "dtype", "torch", "threads") else ""
         print(f"resumed with different {name}{versions}")

@@ -8,7 +8,6 @@ from common.files import read_log
 from common.processes import all_gather, rank_and_size
 from run.checkpoint import append_rows
 from run.flags import problems_of_evaluation, times_the_median
-from run.inputs import since_change
 from run.metrics import batch_metrics, num_tokens
 from run.report import (
     Warned, print_influence, print_iteration, print_phases, print_warnings)
@@ -105,8 +104,9 @@ class Log:
     def comparable(self, log):
         """The rows of a log that later ones can be compared with: those since settings or files
         have changed. NaN where a value is missing."""
-        rows = since_change(read_log(f"{self.folder}/{log}"), self.setup.changes)
-        return [{name: math.nan if x is None else x for name, x in row.items()} for row in rows]
+        last = max((done for done, *_ in self.setup.changes), default=-1)
+        return [{name: math.nan if x is None else x for name, x in row.items()}
+                for row in read_log(f"{self.folder}/{log}") if row["iteration"] > last]
 
     def has_evaluation(self, done):
         """True if rank 0's log has the evaluation after so many iterations."""

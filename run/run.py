@@ -12,7 +12,6 @@ from common.signals import interrupts
 from run.checkpoint import begin_logs, resume, write_run_config
 from run.evaluation import evaluate
 from run.folder import claimed_folder
-from run.inputs import what_was_read
 from run.log import MOST_UNSCORED, Log
 from run.metrics import kl_grad_share
 from run.optimizer import check_state
@@ -74,7 +73,6 @@ class Run:
         cfg = self.cfg
         self.setup = setup
         self.stopped = self.until_end.enter_context(interrupts())
-        setup.has_read = what_was_read(setup, cfg)
 
         # go on from an interrupted run's last checkpoint, and cut its logs there
         done, num_tokens = None, 0

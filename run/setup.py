@@ -46,9 +46,7 @@ class Setup(Inputs):
     memory: dict = field(default_factory=dict)
     # {policy or reference: the same, compiled}, if cfg.compile says so
     compiled: dict = field(default_factory=dict)
-    # hashes of the inputs (run/inputs.py), and what had changed when the run was resumed:
-    # [[iterations done, name, before, now]]
-    has_read: dict = field(default_factory=dict)
+    # what had changed when the run was resumed: [[iterations done, name, before, now]]
     changes: list = field(default_factory=list)
 
     def fast(self, model):

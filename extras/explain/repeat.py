@@ -15,7 +15,7 @@ from common.progress import Progress
 from common.seeds import hash_of, seed_for
 from loss import by_micro_batch
 from run.checkpoint import changed_settings
-from run.inputs import changed_inputs, what_was_read
+from run.hashes import changed_inputs, what_was_read
 
 MOST_OFF = 0.1      # of the change: how far the repeated run may end from the run
 

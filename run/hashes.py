@@ -38,9 +38,3 @@ def changed_inputs(before, now):
     """{name: (hash before, hash now)} of inputs that have changed. An input that was read only
     before, or only now, does not count."""
     return {name: (before[name], x) for name, x in now.items() if before.get(name, x) != x}
-
-
-def since_change(rows, changes):
-    """The rows of a log since the last change. changes: [[iterations done, name, before, now]]."""
-    last = max((done for done, *_ in changes), default=-1)
-    return [row for row in rows if row["iteration"] > last]
