@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.errors import BadInput, shown
+from common.hooks import shaped
 from common.processes import shard
-from common.variants import variant
 from judge.rewards import all_equal
 from rollout import (
     Rollout, completion_entropies, completion_logprobs, completion_states, concatenate)
@@ -138,7 +137,7 @@ class Loss:
     policy: Tensor              # what influence scores and reweights; the rest uses every row
     kl: Tensor = ZERO           # already times beta; 0 unless kl_in = "loss"
     entropy: Tensor = ZERO      # -entropy_coef * entropy
-    critic: Tensor = ZERO       # value_coef * error
+    critic: Tensor = ZERO       # of extras/critic
 
     # for influence and metrics
     logp: Tensor = None         # (n, T) with gradient
@@ -171,13 +170,20 @@ def bounded(log_ratio):
     return log_ratio - (log_ratio - LARGEST_LOG_RATIO).clamp(min=0).detach()
 
 
-def kl_estimate(logp, ref_logp, estimator="k3"):
+def k3(d):
+    return torch.expm1(bounded(d)) - d      # never negative, and unbiased
+
+
+def kl_estimate(logp, ref_logp, cfg):
     """Per-token estimate of KL(policy, reference) from tokens of the policy: k3 (Schulman 2020), or
     one of extras/variants/kl_estimator.py."""
-    d = ref_logp - logp
-    if estimator != "k3":
-        return variant("kl_estimator", estimator)(d)
-    return torch.expm1(bounded(d)) - d      # never negative, and unbiased
+    return cfg.call("kl_estimator", k3, d=ref_logp - logp)
+
+
+def times_ratio(kl, ratio):
+    """The KL of a token, weighed by how much likelier it is now than when it was sampled: mean and
+    gradient are then those of the policy's KL (DeepSeek-V3.2, 2025)."""
+    return kl * ratio
 
 
 def clipped_objective(ratio, A, cfg):
@@ -205,28 +211,21 @@ def clipped(ratio, A, cfg):
 clipped_objective.clipped = clipped     # each objective brings its own clip metrics
 
 
-def objective_of(cfg):
-    """clipped_objective, unless the config file or loss_type brings a different objective."""
-    return cfg.hook("objective", clipped_objective)
-
-
 # ------------------------------------------------------------------------------------------------
 # a step
 
 
-def aggregate(x, mask, step, cfg):
-    """Sum of x (n, T) or (n, 1) over the tokens with loss, divided by the tokens of the step: ().
-    A token counts the same, whatever row it stands in (DAPO)."""
-    x = x * mask
-    if not cfg.hook("divide"):
-        return x.sum() / max(step.num_tokens, 1)
+def by_tokens(x, num_tokens):
+    """The sum of x (n, T), divided by the tokens of the step: (). A token counts the same, whatever
+    row it stands in (DAPO)."""
+    return x.sum() / max(num_tokens, 1)
 
-    # or divided as the config file, or loss_type, says
-    total = cfg.call("divide", x=x, mask=mask, num_rows=step.num_rows, num_tokens=step.num_tokens,
-                     cfg=cfg)
-    if total.shape != ():
-        raise BadInput(f"divide returned {shown(total)}: must be one number, of all x")
-    return total
+
+def aggregate(x, mask, step, cfg):
+    """x (n, T) or (n, 1), summed over the tokens with loss and divided: ()."""
+    total = cfg.call("divide", by_tokens, x=x * mask, mask=mask, num_rows=step.num_rows,
+                     num_tokens=step.num_tokens, cfg=cfg)
+    return shaped("divide", total, ())
 
 
 def by_micro_batch(cfg):
@@ -248,18 +247,14 @@ def grpo_loss(logp, b, step, cfg):
     token_ratio = bounded(log_ratio).exp()                              # (n, T)
     ratio = token_ratio
     A = b.advantages.view(len(mask), -1)                                # (n, 1), or (n, T)
-    if importance := cfg.hook("importance"):    # one for all tokens of a row
-        ratio = bounded(importance(log_ratio, mask, A)).exp()           # (n, 1)
+    if cfg.hook("importance"):                  # such as one for all tokens of a row, (n, 1)
+        log = cfg.call("importance", log_ratio=log_ratio, mask=mask, A=A, cfg=cfg)
+        ratio = bounded(shaped("importance", log, mask.shape, (len(mask), 1))).exp()
 
-    # the objective: the clipped one, unless the config file or loss_type brings its own
-    if not cfg.hook("objective"):
-        objective = clipped_objective(ratio, A, cfg)                    # (n, T) or (n, 1)
-    else:
-        objective = cfg.call("objective", ratio=ratio, logp=logp, A=A, old_logp=old_logp, mask=mask,
-                             cfg=cfg)
-        if objective.shape not in (mask.shape, ratio.shape):
-            raise BadInput(f"objective returned {shown(objective)}: must have the shape of ratio "
-                           f"or of logp, {tuple(ratio.shape)} or {tuple(mask.shape)}")
+    # what is maximised: the clipped objective, or the one of a hook
+    objective = cfg.call("objective", clipped_objective, ratio=ratio, logp=logp, A=A,
+                         old_logp=old_logp, mask=mask, cfg=cfg)
+    shaped("objective", objective, mask.shape, ratio.shape)             # (n, T) or (n, 1)
 
     # tokens outside policy_mask get no push, but count in a sequence's ratio, the KL and the
     # divisors. row_weights are 1 unless influence has set them
@@ -268,14 +263,12 @@ def grpo_loss(logp, b, step, cfg):
     loss = Loss(policy, logp=unmasked_logp, ratio=ratio.detach(), batch=b)
 
     # and stay near the reference. The tokens were drawn by the sampler, so each is multiplied by
-    # its own ratio, at sequence level too: mean and gradient are then right (DeepSeek-V3.2, 2025)
+    # its own ratio, at sequence level too
     if cfg.kl_in_loss:
-        kl = kl_estimate(logp, b.ref_logp.masked_fill(~mask, 0), cfg.kl_estimator)  # (n, T)
-        corrected = kl * token_ratio                                                # (n, T)
-        loss.kl_by_token = corrected.detach()       # the log has this one in any case
-        if not cfg.hook("corrects_kl", True):       # k2, and use_bias_correction_kl = False
-            corrected = kl
-        loss.kl = cfg.beta * aggregate(corrected, mask, step, cfg)
+        kl = kl_estimate(logp, b.ref_logp.masked_fill(~mask, 0), cfg)               # (n, T)
+        loss.kl_by_token = times_ratio(kl, token_ratio).detach()    # the log has this in any case
+        kl = cfg.call("kl_correction", times_ratio, kl=kl, ratio=token_ratio)       # (n, T)
+        loss.kl = cfg.beta * aggregate(kl, mask, step, cfg)
     return loss
 
 
@@ -295,11 +288,10 @@ def loss_of(setup, policy, batch, rows, step, cfg):
         total = entropies.masked_fill(~b.loss_mask, 0).sum()
         loss.entropy = -cfg.entropy_coef * total / max(step.num_tokens, 1)
 
-    # PPO: the critic learns to expect the returns
-    if cfg.critic:
-        from extras.critic import value_errors
-        errors = value_errors(policy, b.rollout, b.returns, states, cfg.value_clip)     # (n, T)
-        loss.critic = cfg.value_coef * aggregate(errors, b.loss_mask, step, cfg)
+    # PPO: a critic learns to expect the returns
+    if cfg.hook("critic_loss"):
+        loss.critic = cfg.call(
+            "critic_loss", policy=policy, b=b, states=states, step=step, cfg=cfg)
     return loss
 
 

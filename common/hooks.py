@@ -39,30 +39,32 @@ def numbers(what, returned, *shapes):
     return x
 
 
+def shaped(name, x, *shapes):
+    """What a hook has returned, a tensor; BadInput unless it has one of these shapes."""
+    if x.shape not in shapes:
+        wanted = " or ".join(str(tuple(shape)) for shape in shapes)
+        raise BadInput(f"{name} returned {shown(x)}: must have the shape {wanted}")
+    return x
+
+
 def private_copy(batch):
-    """The batch with prompts, texts, scores and rewards that a function may change. Row by row,
-    since rows of a prompt are one object."""
+    """The batch, to be changed by a function as it likes. Prompts are copied row by row, since rows
+    of a prompt are one object. `allowed`, which is large, stays the same."""
+    allowed = batch.rollout.allowed
+    rollout = replace(batch.rollout, allowed=None).map(torch.clone)
+    tensors = {name: x.clone() for name, x in vars(batch).items() if torch.is_tensor(x)}
     return replace(
         batch, prompts=[copy.deepcopy(prompt) for prompt in batch.prompts],
-        completions=list(batch.completions), scores=batch.scores.clone(),
-        rewards=batch.rewards.clone())
+        completions=list(batch.completions), rollout=replace(rollout, allowed=allowed), **tensors)
 
 
-def own_advantages(advantage, batch, cfg, **offered):
-    """What the config file's `advantage` returns: (N,), or (N, T) and 0 where no token was sampled.
-    It takes, by name, batch (with rollout, rewards, scores and texts, and ref_logp if beta is not
-    0), cfg, and what else is offered."""
-    offered |= dict(batch=private_copy(batch), cfg=cfg)
-    tensors = {name: x for name, x in (*vars(batch.rollout).items(), ("ref_logp", batch.ref_logp))
-               if torch.is_tensor(x)}
-    versions = {name: x._version for name, x in tensors.items()}
-    returned = advantage(**select_arguments("advantage", advantage, offered))
-
-    # its rollout is the one that is trained on, which it may only read
-    for name, x in tensors.items():
-        if x._version != versions[name]:
-            raise BadInput(f"advantage wrote into {name} of the rollout, which is trained on: let "
-                           "it change a copy, such as x.clone()")
+def own_advantages(batch, cfg, **offered):
+    """What the hook `advantage` returns: (N,), or (N, T) and 0 where no token was sampled. It
+    takes, by name, batch (with rollout, rewards, scores and texts, and ref_logp if beta is not 0),
+    cfg, and what else is offered. It may set batch.returns, for a critic's loss."""
+    own = private_copy(batch)
+    returned = cfg.call("advantage", batch=own, cfg=cfg, **offered)
+    batch.returns = own.returns
 
     # one finite number for each completion, or for each of its tokens
     shape = tuple(batch.rollout.logp.shape)                                         # (N, T)

@@ -54,6 +54,12 @@ def rules_of_advantages(cfg):
         "critic = True: advantages are by token; leave zero_std_groups as it is")
 
 
+def rules_of_hooks(cfg):
+    for name in sorted(cfg.hooks_of_extras().keys() & cfg.functions.keys()):
+        yield True, (f"{name}: the config file has this function, and a setting puts another in "
+                     "its place (such as loss_type, delta or critic): keep one")
+
+
 def rules_of_influence(cfg):
     for setting, name in (("tracin", "target"), ("tracin_select", "weigh")):
         yield getattr(cfg, setting) == name and name not in cfg.functions, (
@@ -70,7 +76,7 @@ def rules_of_influence(cfg):
         "reward is 0, as it is its own mean")
 
 
-RULES = (rules_of_rewards, rules_of_rows, rules_of_advantages, rules_of_influence)
+RULES = (rules_of_rewards, rules_of_rows, rules_of_advantages, rules_of_hooks, rules_of_influence)
 
 
 def check(cfg):

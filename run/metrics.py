@@ -15,8 +15,7 @@ import torch
 
 from common.hooks import select_arguments
 from common.processes import all_reduce
-from common.variants import variant
-from loss import losses, objective_of
+from loss import clipped_objective, losses
 from tape import cosine, inner
 from tracin import target_coefficients
 
@@ -61,7 +60,7 @@ def loss_metrics(loss, cfg):
     units = unit.sum()
     A = loss.batch.advantages.view(len(mask), -1)                       # (n, 1), or (n, T)
     metrics["ratio"] = (ratio * unit).sum(), units
-    count = getattr(objective_of(cfg), "clipped", lambda: {})
+    count = getattr(cfg.hook("objective") or clipped_objective, "clipped", lambda: {})
     offered = dict(ratio=ratio, A=A, cfg=cfg)
     for name, where in count(**select_arguments("clipped", count, offered)).items():
         metrics[name] = ((where & unit).sum(), units)
@@ -308,8 +307,8 @@ def batch_metrics(batch, cfg):
     # of what is learned from
     metrics |= advantage_metrics(batch, cfg)
     metrics |= critic_metrics(batch, cfg)
-    if cfg.zero_std_groups not in ("keep", "drop"):
-        metrics |= variant("zero_std_groups", cfg.zero_std_groups).metrics(batch, cfg)
+    if resample := cfg.hook("zero_std_groups"):
+        metrics |= resample.metrics(batch, cfg)
     if cfg.kl_in_reward:
         metrics["kl"] = float(batch.kl.sum() / batch.rollout.sampled_mask.sum())
     if "after" in cfg.functions:

@@ -30,14 +30,14 @@ from common.hooks import select_arguments
 from common.kinds import (
     Above0, Decay, Free, Iterations, Live, Mark, Path, Positive, Range, Real, Share,
     ShareAbove0, Temperature, Variant, at_least, parts_of)
-from common.variants import variants_of
+from common.variants import variant, variants_of
 from rollout import Sampling
 from run.check import check
 from run.meanings import text_of_all
 
 # functions of a config file that are used by their name alone
 HOOKS = ("target", "weigh", "group", "texts", "questions", "choose", "advantage", "optimizer",
-         "after", "objective", "divide")
+         "policy_tokens", "importance", "after", "objective", "divide")
 
 
 def settings_of_extras():
@@ -211,20 +211,30 @@ class Settings(*settings_of_extras()):
         """Whether the loss has a part that influence does not score."""
         return bool(self.kl_in_loss or self.entropy_coef or self.critic)
 
-    def hook(self, name, default=None):
-        """A hook (callback): the config file's function of this name, else the one that
-        an extra's setting puts there, else the core's."""
-        if name in HOOKS and name in self.functions:    # a reward may be called as a variant's is
-            return self.functions[name]
+    def hooks_of_extras(self):
+        """{hook: the function that a setting of an extra puts there}."""
+        hooks = {}
         for extra in type(self).__bases__:
             if hasattr(extra, "hooks"):
-                default = extra.hooks(self).get(name, default)
-        return default
+                hooks |= extra.hooks(self)
+        return hooks
+
+    def hook(self, name):
+        """The function that is called in place of the core's: the config file's of this name, else
+        what a setting of an extra puts there, else None."""
+        if name in HOOKS and name in self.functions:    # a reward may be called as a variant's is
+            return self.functions[name]
+        return self.hooks_of_extras().get(name)
 
     def call(self, name, default=None, **offered):
-        """Call the function of a hook with the arguments it takes, by name."""
-        function = self.hook(name, default)
+        """Call the function at a hook, or the core's default, with the arguments that it names."""
+        function = self.hook(name) or default
         return function(**select_arguments(name, function, offered))
+
+    def variant(self, setting):
+        """The function in extras/variants that a setting names; None for the core's own values."""
+        value = getattr(self, setting)
+        return None if value in PARTS[setting] else variant(setting, value)
 
     def for_target(self):
         """These settings for held-out rollouts, which may have a different reward and are all kept.

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from grpo import collect, group_advantages, policy_mask_of, update
 from loss import kl_estimate
+from run.settings import Settings
 from rollout import Sampling, completion_logprobs, truncate
 from worlds import (
     END, PROMPTS, TOKENIZER, forward, gradient, loss_of_rows, mean_token, plain_logps, settings,
@@ -186,7 +187,7 @@ def test_the_entropy_quantile_keeps_the_least_certain_tokens():
 def test_the_kl_by_hand(estimator, value, slope):
     skip_for(kl_estimator=estimator)
     logp = torch.tensor(-1.0, requires_grad=True)
-    kl = kl_estimate(logp, torch.tensor(-2.0), estimator)
+    kl = kl_estimate(logp, torch.tensor(-2.0), Settings(kl_estimator=estimator))
     kl.backward()
     found = float(kl.detach())
     found_slope = float(logp.grad)

@@ -10,13 +10,14 @@ import torch
 
 import grpo
 from common.files import ROOT
+from common.variants import variant
 from grpo import collect, collect_iteration, group_advantages, prepare, update
 from run.after import after_iteration
 from run.settings import HOOKS, load_settings
 from worlds import (
-    WORD_PROMPTS, WORDS, assert_near, assert_refused, gradient, inputs_of, letters, printed,
-    read_rows, refusal, setup_of, skip_for, skip_without, steps_of, untimed_metrics, word_gpt,
-    words, world)
+    WORD_PROMPTS, WORDS, assert_near, assert_refused, forward, gradient, inputs_of, letters,
+    loss_of_rows, printed, read_rows, refusal, setup_of, skip_for, skip_without, steps_of,
+    untimed_metrics, word_gpt, words, world)
 
 PAGE = open(f"{ROOT}/docs/hooks.md", encoding="utf-8").read()
 EXAMPLES = [code.removeprefix("python\n") for code in PAGE.split("```")[1::2]]
@@ -64,10 +65,11 @@ def test_maxrl_divides_by_the_mean_of_the_group():
     """As in the paper: a group in which p of G are right has (1 - p) / p for these, -1 else."""
     skip_for(scale_rewards="mean")
     rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1]).double()
-    found = group_advantages(rewards, 4, "mean")
+    found = group_advantages(rewards, 4, variant("scale_rewards", "mean"))
     expected = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, *[0] * 8]
     assert found.tolist() == pytest.approx(expected, rel=1e-5), "not (r - mean) / mean"
-    found = group_advantages(torch.tensor([200, math.nan, 400, 0]).double(), 4, "mean")
+    rewards = torch.tensor([200, math.nan, 400, 0]).double()
+    found = group_advantages(rewards, 4, variant("scale_rewards", "mean"))
     assert found.tolist() == pytest.approx([0, 0, 1, -1]), "what is not known counts"
 
 
@@ -88,8 +90,8 @@ def test_maxrl_refuses_what_has_no_mean_to_divide_by():
 
 def test_a_reward_may_have_the_name_of_what_only_variants_replace():
     """Those places are not hooks of a config file: the reward would be called there."""
-    names = ("importance", "average", "direction", "normalizer", "policy_tokens", "follow",
-             "targets")
+    names = ("average", "direction", "tracin_normalizer", "tracin", "follow", "targets",
+             "critic_loss")
     cfg = words(letters, tracin="self")
     cfg = replace(cfg, functions=cfg.functions | dict.fromkeys(names, letters))
     setup, batch = word_world(cfg)
@@ -445,12 +447,46 @@ def test_a_loss_of_ones_own_is_counted_as_it_says():
 
 @pytest.mark.parametrize("name, function, named", [
     ("objective", lambda ratio: ratio.sum(1), "objective"),
-    ("objective", lambda ration: ration, "ratio"), ("divide", lambda x: x.sum(1), "divide")])
+    ("objective", lambda ration: ration, "ratio"), ("divide", lambda x: x.sum(1), "divide"),
+    ("importance", lambda log_ratio: log_ratio.sum(1), "importance")])
 def test_a_loss_of_ones_own_that_has_another_shape_is_refused(name, function, named):
     """(n,) beside (n, T) would be summed over the wrong rows in silence."""
     cfg = with_function(name, function)
     setup, batch = word_world(cfg)
     assert_refused(named, steps_of, setup, batch, cfg)
+
+
+def first_tokens(batch):
+    return batch.loss_mask & (torch.arange(batch.loss_mask.shape[1]) < 2)
+
+
+def slopes(cfg):
+    """The gradient of the loss by the log-prob of each token, and the Batch."""
+    setup, batch = word_world(cfg)
+    loss = forward(setup, batch, cfg)
+    slope, = torch.autograd.grad(loss.total, loss.logp)
+    return slope, batch
+
+
+def test_policy_tokens_pick_the_tokens_with_a_gradient():
+    every, _ = slopes(words())
+    some, batch = slopes(with_function("policy_tokens", first_tokens))
+    assert batch.loss_mask[:, 2:].any() and every[:, 2:].any()
+    assert_near(some, every * first_tokens(batch), 1e-8)
+    assert_refused("policy_tokens", word_world, with_function(
+        "policy_tokens", lambda batch: batch.loss_mask.any(1)))
+
+
+def test_importance_makes_the_ratio():
+    """Twice the logarithm: as if the policy had moved twice as far."""
+    old = torch.linspace(-3, -1, 12).view(3, 4)
+    logp = old + torch.linspace(-.3, .3, 12).view(3, 4)
+    rows = dict(advantages=torch.tensor([1.0, -1, 2]), mask=torch.ones(3, 4, dtype=torch.bool))
+    once, further = (loss_of_rows(x, old, **rows).policy for x in (logp, 2 * logp - old))
+    functions = {"importance": lambda log_ratio: 2 * log_ratio}
+    twice = loss_of_rows(logp, old, **rows, functions=functions).policy
+    assert float(twice) == pytest.approx(float(further), rel=1e-5)
+    assert float(twice) != pytest.approx(float(once), rel=.01)
 
 
 def test_influence_is_right_for_a_loss_that_weighs_tokens():
@@ -461,7 +497,11 @@ def test_influence_is_right_for_a_loss_that_weighs_tokens():
     def divide(x):
         return (x * torch.arange(1.0, 1 + x.shape[1])).sum() / 100
 
-    for name, function in (("objective", objective), ("divide", divide)):
+    def importance(log_ratio):
+        return log_ratio * torch.arange(1.0, 1 + log_ratio.shape[1])
+
+    for name, function in (("objective", objective), ("divide", divide),
+                           ("importance", importance), ("policy_tokens", first_tokens)):
         cfg = with_function(name, function, tracin="reward")
         setup, batch = word_world(cfg)
         steps_of(setup, batch, cfg, check=True)     # ends where a plain backward says otherwise
@@ -487,9 +527,17 @@ def test_an_advantage_that_works_in_place_changes_no_log():
         r -= r.mean(1, keepdim=True)
         batch.scores.zero_()
         batch.completions.sort()
+        batch.rollout.completion_mask[:, 4:] = False
+        batch.rollout.ended.logical_not_()
+        batch.ref_logp.zero_()
         return r.flatten()
 
-    plain, batch = (word_world(cfg)[1] for cfg in (words(), with_function("advantage", advantage)))
+    plain, batch = (word_world(replace(cfg, beta=.1))[1] for cfg in (
+        words(), with_function("advantage", advantage)))
     assert batch.completions == plain.completions, "a completion is under another one's prompt"
     assert torch.equal(batch.rewards, plain.rewards), "the rewards are others now"
     assert torch.equal(batch.scores, plain.scores), "the scores are others now"
+    for name in ("completion_mask", "ended"):
+        assert torch.equal(getattr(batch.rollout, name), getattr(plain.rollout, name)), (
+            f"{name} of the rollout that is trained on is another one now")
+    assert torch.equal(batch.ref_logp, plain.ref_logp), "the reference is another one now"

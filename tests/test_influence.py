@@ -18,8 +18,10 @@ from grpo import collect
 from loss import Step, loss_of
 from rollout import completion_entropies, completion_logprobs
 from run.check import check
-from tracin import HeldOut, select, target_coefficients
+from run.settings import Settings
+from tracin import HeldOut, positive, target_coefficients
 from worlds import (
+    assert_refused,
     PROMPTS, TOKENIZER, assert_close, generator_of, gradient, number_gpt, refusal, settings,
     setup_of, shaken, skip_for, skip_without, steps_of, whole_step)
 
@@ -83,7 +85,7 @@ def target_gradient(setup, batch, rows, cfg):
         step = Step(0, rows, len(rows), int(batch.loss_mask[rows].sum()))
         loss = loss_of(setup, setup.policy, batch, rows, step, cfg)
         return gradient(loss.policy, setup.trained)
-    coef = target_coefficients(batch, rows, cfg.tracin)
+    coef = target_coefficients(batch, rows, cfg.hook("tracin") or cfg.tracin)
     logp = completion_logprobs(setup.policy, batch.rollout, cfg.temperature)
     return gradient((coef * logp.sum(1)).sum(), setup.trained)
 
@@ -149,6 +151,17 @@ def test_leave_one_out_and_self_share(knobs):
         agree(batch.influence, expected, f"leave one out: {leave_one_out}", tolerance=1e-3)
         share = own[::every].abs().sum() / raw[::every].abs().sum()     # of all rows, or of four
         assert m["tracin/self_share"] == pytest.approx(float(share), rel=1e-3)
+
+
+@pytest.mark.parametrize("knobs", [
+    dict(tracin="reward", mini_batch_size=8),
+    dict(tracin="target", functions={"target": likely_seven}),
+    dict(tracin="reward", functions={"advantage": lambda batch: batch.rollout.logp})])
+def test_own_parts_that_are_not_known_are_not_left_out_in_silence(knobs):
+    skip_without("variants")
+    cfg = cfg_of(**knobs, tracin_leave_one_out=True)
+    setup, batch = world_of(cfg)
+    assert_refused("tracin_leave_one_out", steps_of, setup, batch, cfg)
 
 
 def soft(influence, batch):
@@ -218,6 +231,7 @@ def test_coefficients_of_targets(kind, rewards, expected):
     n = len(rewards)
     rewards = torch.tensor(rewards, dtype=torch.float32)
     batch = SimpleNamespace(rewards=rewards, advantages=rewards.clone())
+    kind = Settings(tracin=kind).hook("tracin") or kind
     coef = target_coefficients(batch, torch.arange(n), kind)
     assert (n * coef).tolist() == pytest.approx(expected, rel=1e-3)
 
@@ -331,8 +345,14 @@ def test_influence_in_steps_of_adamw():
 # ------------------------------------------------------------------------------------------------
 # selection
 
+def select(influence, how, **offered):
+    """As tracin.selection_of does."""
+    cfg = Settings(tracin_select=how)
+    return cfg.call("tracin_select", positive, **{"influence": influence, "cfg": cfg} | offered)
+
+
 @pytest.mark.parametrize("how, fraction, rows", [
-    ("positive", .5, [0, 3, 5]), ("all", .5, list(range(10))), ("top", .17, [0, 3]),
+    ("positive", .5, [0, 3, 5]), ("top", .17, [0, 3]),
     ("top", 0.0, []), ("bottom", .5, [1, 4, 6]), ("drop", 1.0, [0, 2, 3, 5]),
     ("drop", .34, [0, 1, 2, 3, 5, 7, 8, 9])])
 def test_select(how, fraction, rows):

@@ -251,11 +251,3 @@ def test_another_judge_of_the_same_name_is_said(start, tiny, files):
 # ------------------------------------------------------------------------------------------------
 # functions of a config file
 
-@pytest.mark.parametrize("line", [
-    "batch.rollout.completion_mask[:, 4:] = False", "batch.rollout.ended.logical_not_()",
-    "batch.ref_logp.zero_()"])
-def test_an_advantage_that_writes_into_the_rollout_is_refused(line, start, tmp_path):
-    config = tmp_path / "own.py"
-    config.write_text("def reward(completions): return list(map(len, completions))\n"
-                      f"def advantage(batch):\n    {line}\n    return batch.rewards\n")
-    assert_refused("advantage", start, tmp_path / "run", *OWN, str(config), "--beta=0.1")

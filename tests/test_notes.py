@@ -27,7 +27,7 @@ from run.flags import notes, problems, problems_of_evaluation
 from run.meanings import meanings
 from run.settings import PARTS
 from test_report import EVERYTHING, GOOD, GROUPS, PLAIN, found
-from tracin import select
+from tracin import positive
 from worlds import (
     assert_refused, load_settings, read_rows, refusal, settings, skip_for, skip_without,
     world)
@@ -473,11 +473,11 @@ def test_a_flag_says_what_to_do(kind):
 def test_the_fallback_keeps_the_better_half():
     """000's first fix."""
     influence = torch.cat([-torch.arange(1.0, 21), torch.zeros(5)])     # those of 0 do not count
-    keep, fallback = select(influence, "positive")
+    keep, fallback = positive(influence)
     assert fallback and keep.tolist() == [True] * 10 + [False] * 15, (
         "000: hardly any influence is positive, and the better half is not kept")
     influence[18:20] = 1.0      # one in ten
-    keep, fallback = select(influence, "positive")
+    keep, fallback = positive(influence)
     assert not fallback and torch.equal(keep, influence > 0)
 
 

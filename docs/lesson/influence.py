@@ -295,7 +295,7 @@ picture("i7_held_out", "rollout", "influence on held-out")
 # near 1, the target is signal. Near 0 it is mostly noise, and so is the choice.
 
 # %%
-keep, _ = tracin.select(influence, "positive")
+keep, _ = tracin.positive(influence)
 half = (torch.arange(N) < N // 2).float()
 first, last, kept, whole = map(tape.gradient, (half, 1 - half, keep, torch.ones(N)))
 print(f"the cosine of the target's two halves is {cosine(first, last):.2f}")
@@ -304,7 +304,7 @@ print(f"{int(keep.sum())} of {N} rollouts kept: cosine with all {cosine(kept, wh
 # %% [markdown]
 # Expect no gain here: most of the influence is itself, and dropping so few hardly changes the step.
 #
-# **Try 7** (easy): `tracin.select(on_held_out, "positive")`. How many are kept now, and how far
+# **Try 7** (easy): `tracin.positive(on_held_out)`. How many are kept now, and how far
 # does the step turn?
 #
 # ## 9. Where did it learn that?
@@ -595,7 +595,7 @@ for count in (6, 24):
 
 # %%
 for name, found in ("batch", influence), ("held-out", on_held_out):
-    keep, _ = tracin.select(found, "positive")
+    keep, _ = tracin.positive(found)
     print(f"answer 7: target {name}: {int(keep.sum())} of {N} kept, cosine with all "
           f"{cosine(tape.gradient(keep), whole):.2f}")
 

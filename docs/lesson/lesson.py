@@ -343,7 +343,7 @@ def over_draws():
 
     exact, found = mean(p - q), {}
     for name in ("k1", "k2", "k3"):
-        k = kl_estimate(p, q, name)                                             # (M, V)
+        k = kl_estimate(p, q, replace(cfg, kl_estimator=name))                  # (M, V)
         std = (mean(k ** 2) - mean(k) ** 2) ** 0.5
         found[name] = mean(k), std, mean(k < 0), mean((k - exact).abs() < exact)
     return exact, found
@@ -361,8 +361,10 @@ ref_logp = grpo.reference_logprobs(setup, fresh, cfg).detach()[drawn]           
 d = torch.linspace(-1.5, 1.5, 101)
 plt.figure(figsize=(7, 3.5))
 for name, color in ("k1", "C0"), ("k2", "C1"), ("k3", "C2"):
-    plt.plot(d, kl_estimate(-d, torch.zeros(101), name), color=color, label=name)
-    plt.scatter(ref_logp - logp, kl_estimate(logp, ref_logp, name), s=8, alpha=0.3, color=color)
+    of_name = replace(cfg, kl_estimator=name)
+    plt.plot(d, kl_estimate(-d, torch.zeros(101), of_name), color=color, label=name)
+    found = kl_estimate(logp, ref_logp, of_name)
+    plt.scatter(ref_logp - logp, found, s=8, alpha=0.3, color=color)
 plt.xlim(-1.5, 1.5)
 plt.ylim(-1.5, 2)
 picture("7_kl", "d = log-prob by the reference less log-prob by the policy", "estimate of the KL")
@@ -396,7 +398,7 @@ def learn(how):
     for it in range(ITERATIONS):
         batch = grpo.collect_iteration(setup, it, how)
         ref_logp = grpo.reference_logprobs(setup, batch.rollout, how).detach()
-        kl = kl_estimate(batch.rollout.logp, ref_logp, "k3")[batch.rollout.sampled_mask].mean()
+        kl = kl_estimate(batch.rollout.logp, ref_logp, how)[batch.rollout.sampled_mask].mean()
         curve.append([batch.rewards.mean(), kl])
         grpo.update(setup, batch, None, how, seed=it)
     written = grpo.sample_completions(setup, setup.policy, prompts, cfg, seed=2).texts

@@ -14,6 +14,8 @@ import math
 import torch
 from torch import nn
 
+from loss import aggregate
+
 # ------------------------------------------------------------------------------------------------
 # values
 
@@ -56,6 +58,13 @@ def token_advantages(rollout, rewards, penalty, cfg):
     return advantages.masked_fill(~known, 0), returns
 
 
+def advantage(batch, cfg):
+    """Of a loss.Batch: its advantages (N, T). Sets batch.returns (N, T)."""
+    penalty = cfg.beta * batch.kl           # 0 unless kl_in = "reward"
+    advantages, batch.returns = token_advantages(batch.rollout, batch.rewards, penalty, cfg)
+    return advantages
+
+
 def gae(rewards, values, sampled, gamma=1.0, lam=0.95):
     """Advantages (N, T) of the sampled tokens, 0 elsewhere, from rewards and values (N, T):
 
@@ -95,6 +104,12 @@ def value_errors(policy, rollout, returns, states, clip=None):
     values = policy.value_head(states.h)                                            # (M,)
     errors = value_loss(values, rollout.values[where], returns[where], clip)        # (M,)
     return torch.zeros(returns.shape, device=returns.device).index_put(where, errors)
+
+
+def critic_loss(policy, b, states, step, cfg):
+    """The critic's part () of the loss of some rows of a batch: value_coef * error."""
+    errors = value_errors(policy, b.rollout, b.returns, states, cfg.value_clip)     # (n, T)
+    return cfg.value_coef * aggregate(errors, b.loss_mask, step, cfg)
 
 
 def value_loss(values, old_values, returns, clip=None):

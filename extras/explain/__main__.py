@@ -31,7 +31,6 @@ from extras.explain.repeat import check_end, check_run, repeat_run
 from extras.explain.sentences import SMOOTH, is_useful, lines_of
 from extras.explain.tables import by_group, by_iteration, cards_of, sentence_card
 from extras.explain.target import sentence_target
-from loss import objective_of
 from run.checkpoint import newest_checkpoint
 from run.settings import load_settings
 
@@ -71,7 +70,8 @@ def explain(folder, cfg, options):
     # where a prediction can be trusted: docs/account.md. A factor that is detached is a constant to
     # the Hessian, so a prediction would be wrong
     smooth = math.nan
-    detaches = getattr(objective_of(cfg), "detaches", False)
+    detaches = any(getattr(cfg.hook(name), "detaches", False)
+                   for name in ("objective", "importance"))
     if not target.rollouts and options.hessian and not detaches:
         smooth = smoothness(run)
 

@@ -153,8 +153,8 @@ def repeat_run(setup, cfg, end):
             steps.append(run_step(setup, cfg, it, batch, step, float(norm), decay))
 
         grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), watch=watch)
-        if follow := cfg.hook("follow"):
-            follow(setup, it + 1, cfg)
+        if cfg.hook("follow"):
+            cfg.call("follow", setup=setup, done=it + 1, cfg=cfg)
         if progress.is_due():
             progress.show(it + 1)
     states.append(state_of(setup))

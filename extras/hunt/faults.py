@@ -139,7 +139,7 @@ FAULTS = [
         "kl is above 0. A warning says so.",
         least_kl_loss,
         (("loss.py", "kl = kl_estimate(logp, b.ref_logp"),
-         ("loss.py", "corrected = kl * token_ratio"),
+         ("loss.py", "return kl * ratio"),
          ("loss.py", "return torch.expm1(bounded(d)) - d"))),
     Fault(
         "It does not even start, and what disagrees is off by a little.",

@@ -14,7 +14,6 @@ import torch
 
 import grpo
 from common.seeds import seed_for
-from common.variants import variant
 from extras.step.influence import scored_step
 from loss import Step, loss_of
 from rollout import completion_logprobs
@@ -123,8 +122,7 @@ def print_advantages(batch, cfg):
     G = cfg.num_generations
     for i, (r, A) in enumerate(zip(rewards.view(-1, G), batch.row_advantages.view(-1, G))):
         divisors = {"none": 1.0, "batch": std(rewards) + 1e-4, "group": std(r) + 1e-4}
-        divisor = divisors.get(cfg.scale_rewards) or variant(
-            "scale_rewards", cfg.scale_rewards)(r[None]).item()
+        divisor = divisors.get(cfg.scale_rewards) or cfg.call("scale_rewards", r=r[None]).item()
         print(f"  group {i}: mean {r.nanmean():.4f}, divisor {divisor:.4f} "
               f"(scale_rewards = {cfg.scale_rewards!r})")
         print(f"    rewards    {digits(r)}\n    advantages {digits(A)}")

@@ -1,7 +1,6 @@
 """The settings of variants, and which functions they put in the place of the core's. They join
 those of run/settings.py while this folder is here."""
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Literal
 
 from common.kinds import (
@@ -40,53 +39,41 @@ class VariantSettings:
     tracin_normalizer: Literal["all"] | Variant = "all"
 
     def hooks(self):
-        """{name: what stands there in place of the core's}."""
-        found = {}
-        if self.delta is not None:
-            found["objective"] = import_module("extras.variants.two_sided").objective
-        if self.loss_type != "dapo":
-            # its file is one that a config file may be, too: take what stands for the core's
-            file = vars(variant("loss_type", self.loss_type))
-            found |= {name: file[name] for name in ("objective", "divide") if name in file}
-        if self.importance_sampling_level != "token":
-            found["importance"] = variant(
-                "importance_sampling_level", self.importance_sampling_level)
-        if self.multi_objective_aggregation != "sum_then_normalize":
-            found["advantage"] = variant(
-                "multi_objective_aggregation", self.multi_objective_aggregation)
-        if self.top_entropy_quantile < 1:
-            found["policy_tokens"] = variant("top_entropy_quantile", "least_sure")
-        if self.ref_model_sync_steps:
-            found["follow"] = variant("ref_model_sync_steps", "follow")
-        if self.tracin_val_size or self.tracin_val_select != "random":
-            found["targets"] = variant("tracin_val_select", "targets")
-        if self.tracin_target_ema:
-            found["average"] = variant("tracin_target_ema", "Average")
-        if self.tracin_target_ema or self.tracin_adam:
-            found["direction"] = variant("tracin_direction", "direction")
-        if self.tracin_leave_one_out:
-            found["without_own_part"] = variant("tracin_leave_one_out", "without_own_part")
-        if self.tracin_normalizer != "all":
-            found["normalizer"] = variant("tracin_normalizer", self.tracin_normalizer)
-        estimator = None
-        if self.kl_estimator != "k3":
-            estimator = variant("kl_estimator", self.kl_estimator)
-        is_uncorrected = getattr(estimator, "uncorrected", False)
-        if self.use_bias_correction_kl is not None or is_uncorrected:
-            found["corrects_kl"] = bool(self.use_bias_correction_kl)
-        return found
+        """{hook: the function that a setting puts there}."""
+        # a setting that names a function
+        hooks = {name: self.variant(name) for name in (
+            "scale_rewards", "kl_estimator", "zero_std_groups", "tracin", "tracin_select",
+            "tracin_normalizer")}
+        hooks["advantage"] = self.variant("multi_objective_aggregation")
+        hooks["importance"] = self.variant("importance_sampling_level")
+        # or a file, which may be a config file, too
+        file = self.variant("loss_type")
+        hooks["objective"] = getattr(file, "objective", None)
+        hooks["divide"] = getattr(file, "divide", None)
 
-    @property
-    def knows_own_part(self):
-        """Whether a rollout's influence on itself is known, for leave-one-out: what is scored must
-        be a multiple of the rollout's log-prob."""
-        if self.tracin_val_prompts:
-            return False
-        one_step = self.mini_batch_size in (0, self.num_prompts * self.num_generations)
-        # advantages, or weights of a loss, that may be one for each token
-        by_token = self.critic or {"advantage", "objective", "divide"} & set(self.functions)
-        is_multiple = one_step and not self.hook("policy_tokens") and not by_token
-        return self.tracin in ("off", "self") or is_multiple and self.tracin != "target"
+        # a setting that turns one on
+        if self.delta is not None:
+            hooks["objective"] = variant("two_sided", "objective")
+        if self.top_entropy_quantile < 1:
+            hooks["policy_tokens"] = variant("top_entropy_quantile", "least_sure")
+        if self.ref_model_sync_steps:
+            hooks["follow"] = variant("ref_model_sync_steps", "follow")
+        if self.tracin_val_size or self.tracin_val_select != "random":
+            hooks["targets"] = variant("tracin_val_select", "targets")
+        if self.tracin_target_ema:
+            hooks["average"] = variant("tracin_target_ema", "Average")
+        if self.tracin_target_ema or self.tracin_adam:
+            hooks["direction"] = variant("tracin_direction", "direction")
+        if self.tracin_leave_one_out:
+            hooks["without_own_part"] = variant("tracin_leave_one_out", "without_own_part")
+
+        # a setting that turns one off, or an estimator that does
+        is_corrected = self.use_bias_correction_kl
+        if is_corrected is None:
+            is_corrected = not getattr(hooks["kl_estimator"], "uncorrected", False)
+        if not is_corrected:
+            hooks["kl_correction"] = variant("use_bias_correction_kl", "uncorrected")
+        return {name: function for name, function in hooks.items() if function}
 
     def rules(self):
         """(Whether it is wrong, what to say), one after the other, as in run/check.py."""
@@ -96,9 +83,6 @@ class VariantSettings:
         yield self.delta is not None and self.loss_type in ("cispo", "sapo"), (
             f"delta = {self.delta}: bounds the clipped objective, and loss_type = "
             f"{self.loss_type!r} has a different one")
-        for name in sorted(self.hooks().keys() & self.functions.keys()):
-            yield True, (f"{name}: the config file has this function, and a setting puts another "
-                         "in its place (loss_type, delta, multi_objective_aggregation): keep one")
         yield self.ref_model_sync_steps and not self.beta, (
             "ref_model_sync_steps: set beta, which is 0: the reference serves the KL")
         chooses = self.tracin_val_size or self.tracin_val_select != "random"
@@ -131,8 +115,3 @@ class VariantSettings:
         yield self.use_bias_correction_kl and (
             self.kl_in == "reward" or self.kl_estimator == "k2"), (
             "use_bias_correction_kl = True: is for kl_in = 'loss' with k1 or k3")
-
-        yield self.tracin_leave_one_out and not self.knows_own_part, (
-            "tracin_leave_one_out = True: a rollout's own part is known only with "
-            "tracin_val_prompts = 0 and with tracin = 'self', or with a target of log-probs, "
-            "mini_batch_size = 0, top_entropy_quantile = 1 and critic = False")

@@ -32,9 +32,6 @@ def test_a_loss_works_as_a_config_file(loss_type):
     ("use_bias_correction_kl", "--use_bias_correction_kl=True --kl_in=reward"),
     ("use_bias_correction_kl", "--use_bias_correction_kl=True --kl_estimator=k2"),
     ("critic", "--critic=True --importance_sampling_level=sequence"),
-    ("critic", "--tracin=reward --tracin_leave_one_out=True --critic=True"),
-    ("tracin_leave_one_out",
-     "--tracin=reward --tracin_leave_one_out=True --tracin_val_prompts=2"),
     ("bnpo", "--tracin=self --loss_type=bnpo --num_iterations=2")])
 def test_settings_that_do_not_go_together_are_refused(names, flags):
     assert_refused(names, load_settings, flags.split())
