@@ -97,7 +97,8 @@ def settings_of(content):
 
 def origin_of(name):
     """Follow a chain of runs, each begun from an earlier one, back to the first run's policy:
-    "train", a .pt file or a published model. That policy has the tokenizer."""
+    "train", a .pt file or a published model. That policy has the tokenizer. For example RUN2,
+    which began from RUN1: RUN2/base.pt says "gpt2", as RUN1 began from that."""
     if checkpoint := checkpoint_of(name):
         copied = f"{os.path.dirname(checkpoint) or '.'}/{BASE}"     # the earlier run may be gone
         is_here = os.path.exists(copied)

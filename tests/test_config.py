@@ -81,7 +81,6 @@ nowhere.py | nowhere.py
 --beta=high
 --beta=1e400
 --log_micro=None
---prompt_words=(5,3)
 --out_dir=
 """)
 

@@ -42,7 +42,7 @@ def with_game(function=game, **knobs):
 
 def test_a_config_file_that_cannot_answer_is_one_line(tmp_path):
     for text, name in (
-            ("tools = []", "tools"), ("stop_strings = ('x',)", "stop_strings"),
+            ("stop_strings = ('x',)", "stop_strings"),
             ("tools = {'a': len}\ndef environment(prompts, transcripts): pass", "environment")):
         (tmp_path / "a.py").write_text(text)
         assert_refused(name, load_settings, [str(tmp_path / "a.py")])
