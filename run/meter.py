@@ -67,7 +67,6 @@ class Meter:
         self.cfg = cfg
         self.clock = clock
         self.check = check          # until that step is taken
-        self.is_fresh = True        # no step was taken yet: the policy is the one that sampled
         self.num_begun = 0          # steps, also those for which influence keeps no row
         self.num_empty = 0          # steps for which it keeps no row
         self.num_steps = 0          # steps that were taken
@@ -80,9 +79,10 @@ class Meter:
         self.counts = {}            # what has none is a mean over the steps
 
     def begin_step(self):
-        """Count a step in, whether it will be taken or not -> is_fresh."""
+        """Count a step in, whether it will be taken or not -> True until one is taken: the policy
+        is the one that sampled."""
         self.num_begun += 1
-        return self.is_fresh
+        return self.num_steps == 0
 
     def count(self, pairs):
         """Add up {name: (sum, count or None)}, tensors () or numbers."""
@@ -98,7 +98,7 @@ class Meter:
         self.ratios.append(piece_of(loss.ratio, units_of(loss), around=1.0))
 
         # before the first step the trainer's log-probs should be the sampler's
-        if self.is_fresh:
+        if self.num_steps == 0:
             rollout = loss.batch.rollout
             sampled = rollout.sampled_mask & (loss.batch.age == 0)[:, None]     # not replayed
             self.gaps.append(piece_of((loss.logp - rollout.logp).abs(), sampled))
@@ -132,7 +132,7 @@ class Meter:
             norm = get_total_norm([p.grad for p in head if p.grad is not None])
             self.count({"val/grad_norm": (norm, 1)})
         self.num_steps += 1
-        self.is_fresh = self.check = False
+        self.check = False
 
     def metrics(self):
         """The metrics of the whole update, over all processes -> {name: number}.
