@@ -27,6 +27,7 @@ import rollout
 from common.device import autocast
 from extras import graph
 from extras.bench import ladder
+from extras.bench.phases import in_turns
 
 cfg = settings_of("config/toxicity.py", ["--num_prompts=8", "--expect_rise=0", *flags])
 setup = grpo.prepare(cfg, grpo.read_inputs(cfg))
@@ -90,13 +91,13 @@ for name in names:
 # of its name and all those above it.
 
 # %%
-measured = ladder.measure(setup, cfg, ladder.rows_of(setup, cfg), repeat=3)
+measured = in_turns(ladder.rows_of(setup, cfg), repeat=3)
 
 
 def milliseconds(row, phase=None):
     """The median of a row's iterations, or of a phase of them."""
-    return 1000 * median(seconds[phase] if phase else sum(seconds.values())
-                         for seconds, _ in measured[row])
+    return 1000 * median(timed.seconds[phase] if phase else sum(timed.seconds.values())
+                         for timed in measured[row])
 
 
 gains = {}
@@ -108,7 +109,7 @@ for rung, before, row in zip(ladder.rungs_for(setup, cfg), rows, rows[1:]):
 print(f"all of them: {milliseconds(rows[0]) / milliseconds(rows[-1]):.2f} times as fast")
 plt.figure(figsize=(7, 3))
 left = [0, 0]
-for phase in ladder.PHASES:
+for phase in measured[rows[0]][0].seconds:
     widths = [milliseconds(row, phase) for row in (rows[0], rows[-1])]
     plt.barh(["plain", "all"], widths, left=left, label=phase)
     left = [x + width for x, width in zip(left, widths)]
@@ -122,8 +123,8 @@ picture("s_ladder", "ms of an iteration", "")
 
 # %%
 for row in rows:
-    alike = [(r.tokens == plain.tokens).all(1).float().mean()
-             for (_, r), (_, plain) in zip(measured[row], measured[rows[0]])]
+    alike = [(timed.rollout.tokens == plain.rollout.tokens).all(1).float().mean()
+             for timed, plain in zip(measured[row], measured[rows[0]])]
     print(f"{row}: {float(sum(alike) / len(alike)):.0%} of the completions as in plain float32")
 
 # %% [markdown]
@@ -141,6 +142,6 @@ print(f"answer 1: most by {max(gains, key=gains.get)}, least by {min(gains, key=
 # slowest and the fastest of three equal iterations are: a gain below that says nothing.
 
 # %%
-times = [sum(seconds.values()) for seconds, _ in measured[rows[0]]]
+times = [sum(timed.seconds.values()) for timed in measured[rows[0]]]
 print(f"answer 2: of {len(times)} plain iterations the slowest takes {max(times) / min(times):.2f} "
       "times as long as the fastest")

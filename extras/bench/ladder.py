@@ -1,18 +1,13 @@
 """
-The ladder of speed: iterations in plain float32, then with one technique after the other, a row for
-each, in milliseconds by phase. It is the evidence for every line that is there only for speed.
-
-    python -m extras.bench ladder config/toxicity.py
-    python -m extras.bench ladder config/lowercase.py --policy=train --n_layer=12 --n_embd=768
+The ladder of speed: iterations in plain float32, then with one technique after the other. It is the
+evidence for every line that is there only for speed.
 
 A rung names the plain way to use while its technique is off. The rows share one policy that hardly
-learns, and take turns, so that other load on the machine hits them all.
+learns.
 """
 import contextlib
-import json
-import math
-import statistics
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -25,9 +20,7 @@ import model
 import rollout
 from common.device import pick_dtype
 from common.processes import shard
-from extras import graph
-from extras.bench.phases import (
-    PHASES, device_name, peaks_of, share, timed_iteration, work_of)
+from extras.bench.phases import Variant, in_turns, print_table, row_of
 from rollout import generate
 
 # ------------------------------------------------------------------------------------------------
@@ -58,7 +51,7 @@ def float_product(h, weight):
 
 
 def never(*args):
-    """Instead of a check whether a technique applies."""
+    """Instead of fast.can_buffer."""
     return False
 
 
@@ -79,54 +72,40 @@ class Rung(NamedTuple):
 
 
 RUNGS = [
-    Rung("ended rows leave", "sampling", "", lambda setup: [(rollout, "drop_finished", keep_all)]),
-    Rung("rows by length", "loss", "", lambda setup: [
+    Rung("ended rows leave", "sample", "", lambda setup: [(rollout, "drop_finished", keep_all)]),
+    Rung("rows by length", "update", "", lambda setup: [
         (loss, "micro_batches", unsorted), (grpo, "micro_batches", unsorted)]),
-    Rung("one gradient of the logits", "loss", "", lambda setup: [
+    Rung("one gradient of the logits", "update", "", lambda setup: [
         (rollout, "log_prob", plain_log_prob)]),
-    Rung("logits in one buffer", "loss", "cpu", lambda setup: [
-        (rollout, "can_buffer", never)]),
-    Rung("attention by formula", "sampling", "cpu", lambda setup: [
+    Rung("logits in one buffer", "update", "cpu", lambda setup: [(rollout, "can_buffer", never)]),
+    Rung("attention by formula", "sample", "cpu", lambda setup: [
         (model, "attend_on_cpu", torch_attention)]),
-    Rung("bfloat16", "loss", "", lambda setup: [(setup, "dtype", torch.float32)]),
-    Rung("casts kept", "sampling", "", lambda setup: [
+    Rung("bfloat16", "update", "", lambda setup: [(setup, "dtype", torch.float32)]),
+    Rung("casts kept", "sample", "", lambda setup: [
         (rollout, "casts_kept", contextlib.nullcontext)]),
-    Rung("TF32", "loss", "cuda", lambda setup: [
+    Rung("TF32", "update", "cuda", lambda setup: [
         (torch.backends.cuda.matmul, "allow_tf32", False)]),
-    Rung("half head", "loss", "cuda", lambda setup: [(model, "half_product", float_product)]),
-    Rung("graph", "sampling", "cuda", lambda setup: [(setup, "generate", generate)]),
-    Rung("five passes over the logits", "loss", "cuda", lambda setup: [
+    Rung("half head", "update", "cuda", lambda setup: [(model, "half_product", float_product)]),
+    Rung("five passes over the logits", "update", "cuda", lambda setup: [
         (fast, "LogProbOfHalf", fast.LogProb)]),
-    Rung("compile", "loss", "cuda", lambda setup: [
-        (setup, "compiled", {})])]
+    Rung("graph", "sample", "cuda", lambda setup: [(setup, "generate", generate)]),
+    Rung("compile", "update", "cuda", lambda setup: [(setup, "compiled", {})])]
 
 # ------------------------------------------------------------------------------------------------
 # a row for each
 
 
-@contextlib.contextmanager
-def put(places):
-    """Set [(object, attribute, value)] within the block."""
-    before = [(thing, name, getattr(thing, name)) for thing, name, _ in places]
-    try:
-        for thing, name, value in places:
-            setattr(thing, name, value)
-        yield
-    finally:
-        for thing, name, value in reversed(before):
-            setattr(thing, name, value)
-
-
 def rungs_for(setup, cfg):
     """The rungs for this device and these settings."""
     can = {"bfloat16": pick_dtype("fast", setup.device) == torch.bfloat16,
-           "casts kept": bool(cfg.lora_rank), "compile": cfg.compile}
+           "casts kept": bool(cfg.lora_rank), "graph": find_spec("extras.graph") is not None,
+           "compile": cfg.compile}
     return [rung for rung in RUNGS
             if rung.on in ("", setup.device.type) and can.get(rung.name, True)]
 
 
 def rows_of(setup, cfg):
-    """The plain row, and each technique added to those before it -> {name: what to put}."""
+    """The plain row, and each technique added to those before it -> {name: Variant}."""
     rungs = rungs_for(setup, cfg)
     names = [rung.name for rung in rungs]
     on = [(setup, "dtype", torch.bfloat16 if "bfloat16" in names else torch.float32)]
@@ -137,64 +116,23 @@ def rows_of(setup, cfg):
         places = [*on, *(place for rung in rungs[i:] for place in rung.off(setup))]
         # a new sampler, since a graph keeps the functions it was captured with
         if "graph" in names[:i]:
-            places.append((setup, "generate", graph.generate_by_graph(setup.policy)))
+            from extras.graph import generate_by_graph
+            places.append((setup, "generate", generate_by_graph(setup.policy)))
         if "compile" in names[:i]:
             from extras.compiled import compile_nets
             compile_nets(setup)
-            places += [(setup, what, getattr(setup, what))
-                       for what in ("compiled", "generate")]
-        rows[name] = places
+            places += [(setup, what, getattr(setup, what)) for what in ("compiled", "generate")]
+        rows[name] = Variant(setup, cfg, places)
     return rows
 
 
-def measure(setup, cfg, rows, repeat):
-    """Measure the rows in turns -> {row: [({phase: seconds}, Rollout)]}, without the first
-    turn."""
-    measured = {name: [] for name in rows}
-    for it in range(repeat + 1):
-        for name, places in rows.items():
-            with put(places):
-                measured[name].append(timed_iteration(setup, cfg, it))
-    return {name: times[1:] for name, times in measured.items()}
-
-
-def summary(setup, cfg, name, times, dtype):
-    """A row: medians in ms, sampled tokens/s of the iteration, shares of the device's peaks."""
-    ms = {phase: 1000 * statistics.median(seconds[phase] for seconds, _ in times)
-          for phase in PHASES}
-    total = statistics.median(sum(seconds.values()) for seconds, _ in times)
-    tokens = statistics.median(int(r.sampled_mask.sum()) for _, r in times)
-    bandwidth, matrix = peaks_of(device_name(setup.device), dtype)
-    with put([(setup, "dtype", dtype)]):
-        work = work_of(setup, cfg, times[-1][1])
-    return dict(
-        row=name, ms={phase: round(x, 3) for phase, x in ms.items() if x},
-        iteration_ms=round(1000 * total, 3), tokens_per_s=round(tokens / total),
-        sampling_bandwidth=share(work["sampling"][1], ms["sampling"] / 1000, bandwidth),
-        loss_matrix=share(work["loss"][0], ms["loss"] / 1000, matrix))
-
-
 def print_ladder(setup, cfg, repeat):
-    """Print the table, and all of it as a last line of JSON."""
-    rungs = {rung.name: rung for rung in rungs_for(setup, cfg)}
-    rows = rows_of(setup, cfg)
-    measured = measure(setup, cfg, rows, repeat)
-    table = []
-    for name, places in rows.items():
-        dtype = [value for thing, what, value in places if what == "dtype"][-1]
-        table.append(summary(setup, cfg, name, measured[name], dtype))
-
-    # a technique's gain: the time of its phase without it / with it
-    phases = [phase for phase in PHASES if any(phase in row["ms"] for row in table)]
-    print(f"{'ms of an iteration':28}", *(f"{phase:>10}" for phase in phases), "       all  gain")
-    for before, row in zip([None, *table], table):
-        if before:
-            phase = rungs[row["row"]].phase
-            row["phase"] = phase
-            row["gain"] = round(before["ms"].get(phase, math.nan) / row["ms"][phase], 3)
-        gain = f"{row['gain']:.2f} x {row['phase']}" if before else ""
-        print(f"{row['row']:28}", *(f"{row['ms'].get(phase, 0):10.2f}" for phase in phases),
-              f"{row['iteration_ms']:10.2f}  {gain}")
-    print(json.dumps(dict(
-        device=device_name(setup.device), torch=torch.__version__, repeat=repeat,
-        rows=cfg.num_prompts * cfg.num_generations, ladder=table)))
+    """Print a row for each technique, with its gain: the time of its phase without it / with it."""
+    variants = rows_of(setup, cfg)
+    timed = in_turns(variants, repeat)
+    rows = [row_of(name, timed[name], variant) for name, variant in variants.items()]
+    notes = [""]
+    for before, row, rung in zip(rows, rows[1:], rungs_for(setup, cfg)):
+        row["gain"] = round(before["ms"][rung.phase] / row["ms"][rung.phase], 3)
+        notes.append(f"{row['gain']:.2f} x {rung.phase}")
+    print_table(setup.device, rows, notes)

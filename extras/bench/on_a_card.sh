@@ -19,11 +19,11 @@ part() {        # seconds, what it is, a command
 
 bench() { part "$1" "$2" python -m extras.bench "${@:3}"; }
 
+git log -1 --format="commit %h"; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 bench 90 "128 rows, influence beside it" "${shape[@]}" vs --tracin=self --repeat=3
-bench 60 "512 rows" "${shape[@]}" --num_prompts=64 --repeat=2 --card=False
-bench 90 "a row for each technique" ladder "${shape[@]}" --compile=True --repeat=3
-bench 90 "compiled" "${shape[@]}" --compile=True --repeat=3 --card=False
-bench 120 "every part beside the CPU" config/lowercase.py --repeat=1
+bench 60 "512 rows" "${shape[@]}" --num_prompts=64 --repeat=2
+bench 120 "a row for each technique" ladder "${shape[@]}" --compile=True --repeat=3
+bench 150 "every part beside the CPU" card
 part 60 "a run is killed, goes on, and ends in the same line" bash -c '
     job=(grpo.py config/lowercase.py --max_iters=12 --save_interval=2 --num_prompts=4
          --num_eval_prompts=4 --log_micro=False)

@@ -1,14 +1,17 @@
-"""Where the time of an iteration goes, in tokens/s by phase, and which share of the device's peak
-speed that is: one line of JSON. See docs/gpus.md."""
+"""Time iterations in turns and print a table: milliseconds by phase, tokens/s, memory, and as a
+last line of JSON also the shares of the device's peak speed. See docs/gpus.md."""
+import contextlib
 import json
 import math
 import statistics
-import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import grpo     # before torch: sets how its threads wait
 
 import torch
 from torch import nn
 
-import grpo
 from common.device import read_proc
 from common.seeds import seed_for
 from run.report import Clock
@@ -21,59 +24,65 @@ PEAKS = {
     "A100-SXM4-80GB": (2039, 312, 19.5), "A100": (1555, 312, 19.5), "L40S": (864, 362, 91.6),
     "L4": (300, 121, 30.3), "RTX 5090": (1792, 209.5, 104.8), "RTX 4090": (1008, 165.2, 82.6),
     "RTX 3090": (936, 71, 35.6), "RTX A6000": (768, 154.8, 38.7), "T4": (320, None, 8.1)}
-
-PHASES = ("sampling", "reward", "reference", "held_out", "loss", "influence", "step")
-# phase of a Clock: the same here
-NAMES = {"sample": "sampling", "score": "reward", "advantage": "reference", "record": "loss",
-         "update": "step"}
+THREADS = torch.get_num_threads()
 
 
-class PhaseClock(Clock):
-    """A Clock that prints nothing and records the seconds of each phase. It waits for the device
-    at the end of a phase."""
-
-    def __init__(self, setup, cfg):
-        super().__init__(setup.device, on=False)
-        self.influence = cfg.tracin != "off"
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.last = now(setup.device)
-
-    def end(self, phase, rewards=None):
-        """Book the time since the last end for this phase."""
-        time_now = now(self.device)
-        self.seconds[NAMES.get(phase, phase)] += time_now - self.last
-        self.last = time_now
-
-    def loss(self, loss):
-        self.end("loss")
-
-    def watch(self, step, grad_norm):
-        """Before a step: influence has chosen its rows, or the gradient has been clipped."""
-        chosen = self.influence and step.epoch == 0
-        self.end("influence" if chosen else "step")
-
-    def stepped(self, *hook):
-        self.end("step")
+@dataclass
+class Variant:
+    """What is timed. places: [(object, attribute, value)] while it is."""
+    setup: Any
+    cfg: Any
+    places: list = field(default_factory=list)
 
 
-def now(device):
-    """Seconds, once the device has done its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+class Timed(NamedTuple):
+    """An iteration."""
+    seconds: dict       # {phase: seconds}
+    tokens: int         # sampled
+    gb: float           # at the peak, of a GPU
+    rollout: Any = None
+
+
+@contextlib.contextmanager
+def put(places):
+    """Set [(object, attribute, value)] within the block."""
+    before = [(thing, name, getattr(thing, name)) for thing, name, _ in places]
+    try:
+        for thing, name, value in places:
+            setattr(thing, name, value)
+        yield
+    finally:
+        for thing, name, value in reversed(before):
+            setattr(thing, name, value)
+
+
+def peak_memory(device):
+    return torch.cuda.max_memory_allocated(device) / 2 ** 30 if device.type == "cuda" else 0.0
 
 
 def timed_iteration(setup, cfg, it):
-    """Iteration `it` of grpo.train -> ({phase: seconds}, its Rollout)."""
-    clock = PhaseClock(setup, cfg)
-    hook = setup.optimizer.register_step_post_hook(clock.stepped)
+    """Iteration `it` of grpo.train -> Timed. As in a run, its clock waits for the device at the end
+    of each phase."""
+    torch.set_num_threads(cfg.threads or THREADS)   # each variant may have a different number
+    if setup.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(setup.device)
+    clock = Clock(setup.device, on=False)
     batch = grpo.collect_iteration(setup, it, cfg, clock)
-    held_out = grpo.collect_held_out(setup, it, cfg)
-    clock.end("held_out")
-    seed = seed_for(cfg.seed, "rows", it)
-    grpo.update(setup, batch, held_out, cfg, seed, clock, watch=clock.watch)
-    hook.remove()
-    return clock.seconds, batch.rollout
+    held_out = grpo.collect_held_out(setup, it, cfg, clock)
+    grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), clock)
+    tokens = int(batch.rollout.sampled_mask.sum())
+    return Timed(clock.seconds, tokens, peak_memory(setup.device), batch.rollout)
+
+
+def in_turns(variants, repeat):
+    """Time {name: Variant} in turns, so that other load on the machine hits them all -> {name:
+    [Timed]}, without the first round."""
+    rounds = {name: [] for name in variants}
+    for it in range(repeat + 1):
+        for name, variant in variants.items():
+            with put(variant.places):
+                rounds[name].append(timed_iteration(variant.setup, variant.cfg, it))
+    return {name: timed[1:] for name, timed in rounds.items()}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -81,8 +90,8 @@ def timed_iteration(setup, cfg, it):
 
 
 def work_of(setup, cfg, rollout):
-    """Count the operations and reads that an iteration needs, whatever the code does -> {phase:
-    (operations, bytes)}, None where they are not counted."""
+    """Count what an iteration needs, whatever the code does -> {phase: (amount, what)}: bytes to
+    read where memory is the limit, operations where products are."""
     policy = setup.policy
     linear = sum(layer.weight.numel() for layer in policy.modules()
                  if isinstance(layer, nn.Linear) and layer is not policy.lm_head)
@@ -95,7 +104,6 @@ def work_of(setup, cfg, rollout):
     T = rollout.sampled_mask.shape[1]
     read = rollout.attention_mask[:, :-T].sum(1).double()                           # (N,)
     sampled = rollout.completion_mask.sum(1).double()                               # (N,)
-    num_sampled = float(sampled.sum())
     num_tokens = float((read + sampled - 1).sum())      # nothing follows the last one
     keys = float((sampled * read + sampled * (sampled - 1) / 2).sum())      # read while sampling
     pairs = float((read + sampled - 1).square().sum() / 2)                  # of a query and a key
@@ -104,15 +112,13 @@ def work_of(setup, cfg, rollout):
     at_once = cfg.decode_batch_size or len(read)
     steps = T * math.ceil(len(read) / at_once)
     kept = 2 * c.n_layer * (c.n_kv_head or c.n_head) * head_dim * size      # bytes of a token
-    attention = 4 * c.n_layer * c.n_head * head_dim                         # operations of a pair
-    forward = 2 * linear * num_tokens + 2 * head * num_sampled + attention * pairs
-    trained = sum(p.numel() for p in setup.trained)
+    forward = (2 * linear * num_tokens + 2 * head * float(sampled.sum())
+               + 4 * c.n_layer * c.n_head * head_dim * pairs)
     return {
-        "sampling": (2 * (linear + head) * num_sampled + attention * keys,
-                     steps * (linear + head) * size + keys * kept),
-        "reference": (forward if cfg.beta else None, None),
-        "loss": (3 * forward * cfg.num_iterations, None),
-        "step": (None, 28 * trained)}       # AdamW reads four numbers and writes three
+        "sample": (steps * (linear + head) * size + keys * kept, "bandwidth"),
+        "reference": (forward, "matrix"),
+        "update" if cfg.tracin == "off" else "record": (
+            3 * forward * cfg.num_iterations, "matrix")}
 
 
 def device_name(device):
@@ -126,66 +132,53 @@ def device_name(device):
 
 
 def peaks_of(name, dtype):
-    """A device's peaks by its data sheet -> (bytes/s, operations/s), None if unknown."""
+    """A device's peaks by its data sheet -> {"bandwidth": bytes/s, "matrix": operations/s}."""
     for part, (bandwidth, half, full) in PEAKS.items():
         if part in name:
             rate = half if dtype == torch.bfloat16 else full
-            return 1e9 * bandwidth, 1e12 * rate if rate else None
-    return None, None
+            return {"bandwidth": 1e9 * bandwidth} | ({"matrix": 1e12 * rate} if rate else {})
+    return {}
 
 
-def share(amount, seconds, peak):
-    """amount / seconds as a share of the peak; None if one of them is unknown."""
-    if amount is None or peak is None or seconds == 0:
-        return None
-    return float(f"{amount / seconds / peak:.3g}")
+# ------------------------------------------------------------------------------------------------
+# the table
 
 
-def report(setup, cfg, its):
-    """Measure iterations `its` phase by phase, without the first -> the content of the line.
-
-    tokens_per_s: sampled tokens of an iteration by the seconds of the phase. bandwidth, matrix:
-    shares of the peaks. The log-probs of the policy that sampled cost nothing: the sampler has
-    them.
-    """
-    measured = [timed_iteration(setup, cfg, it) for it in its][1:]
-    name = device_name(setup.device)
-    bytes_per_s, operations_per_s = peaks_of(name, setup.dtype)
-    phases = {"old_logp": None}
-    for phase in PHASES:
-        seconds = statistics.median(seconds[phase] for seconds, _ in measured)
-        rates = []
-        shares = []
-        for times, rollout in measured:
-            spent = times[phase]
-            operations, read = work_of(setup, cfg, rollout).get(phase, (None, None))
-            if spent:
-                rates.append(int(rollout.sampled_mask.sum()) / spent)
-            shares.append((share(read, spent, bytes_per_s),
-                           share(operations, spent, operations_per_s)))
-        bandwidth, matrix = shares[len(shares) // 2]
-        is_on = dict(reference=cfg.beta, influence=cfg.tracin != "off",
-                     held_out=cfg.tracin != "off" and cfg.tracin_val_prompts).get(phase, True)
-        phases[phase] = dict(
-            seconds=float(f"{seconds:.4g}"), tokens_per_s=round(statistics.median(rates)),
-            bandwidth=bandwidth, matrix=matrix) if is_on and rates else None
-    c = setup.policy.config
-    total = statistics.median(sum(seconds.values()) for seconds, _ in measured)
-    tokens = statistics.median(int(rollout.sampled_mask.sum()) for _, rollout in measured)
-    return dict(
-        device=name, torch=torch.__version__, dtype=str(setup.dtype).removeprefix("torch."),
-        compile=bool(setup.compiled), tracin=cfg.tracin,
-        policy=dict(n_layer=c.n_layer, n_embd=c.n_embd, vocab_size=c.vocab_size),
-        rows=cfg.num_prompts * cfg.num_generations, tokens=tokens,
-        seconds=float(f"{total:.4g}"), tokens_per_s=round(tokens / total),
-        peak_bandwidth=bytes_per_s, peak_matrix=operations_per_s, phases=phases)
+def row_of(name, timed, variant=None):
+    """A row: medians of [Timed], and shares of the device's peak for a Variant."""
+    totals = [1000 * sum(x.seconds.values()) for x in timed]
+    ms = {phase: 1000 * statistics.median(x.seconds[phase] for x in timed)
+          for phase in timed[0].seconds}
+    rates = [1000 * x.tokens / total for x, total in zip(timed, totals)]
+    row = dict(
+        row=name, computes="", ms={phase: round(x, 3) for phase, x in ms.items()},
+        all=round(statistics.median(totals), 3), least=round(min(totals), 3),
+        most=round(max(totals), 3), tokens_per_s=round(statistics.median(rates)),
+        gb=round(timed[-1].gb, 2))
+    if variant is None:
+        return row
+    with put(variant.places):
+        setup = variant.setup
+        dtype = str(setup.dtype).removeprefix("torch.")
+        row["computes"] = dtype + (", compiled" if setup.compiled else "")
+        peaks = peaks_of(device_name(setup.device), setup.dtype)
+        work = work_of(setup, variant.cfg, timed[-1].rollout) if peaks else {}
+    row["of_peak"] = {
+        f"{phase}, {what}": float(f"{1000 * amount / ms[phase] / peaks[what]:.3g}")
+        for phase, (amount, what) in work.items() if what in peaks and phase in ms}
+    return row
 
 
-def print_phases(setup, cfg, its):
-    """Print the line, and a note if the device's peaks are unknown."""
-    line = report(setup, cfg, its)
-    if line["peak_bandwidth"] is None:
-        print(f"note: {line['device']!r} is not in the table of peaks (extras/bench/phases.py): "
-              "no shares of them")
-    print(json.dumps(line), flush=True)
-    return line
+def print_table(device, rows, notes):
+    """Print rows of row_of with a note each, then all of them as JSON."""
+    phases = list(dict.fromkeys(phase for row in rows for phase in row["ms"]))
+    width = max(len(row["row"]) for row in rows)
+    heads = [*phases, "all", "least", "most", "tokens/s", "GB"]
+    print(f"{'ms of an iteration':{width}}", *(f"{name:>9}" for name in heads))
+    for row, note in zip(rows, notes):
+        ms = [row["ms"].get(phase, 0.0) for phase in phases]
+        times = *ms, row["all"], row["least"], row["most"]
+        print(f"{row['row']:{width}}", *(f"{x:9.2f}" for x in times),
+              f"{row['tokens_per_s']:9} {row['gb']:9.2f}  {note}")
+    print(json.dumps(dict(device=device_name(device), torch=torch.__version__, rows=rows)),
+          flush=True)
