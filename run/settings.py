@@ -14,6 +14,7 @@ import ast
 import difflib
 import importlib
 import inspect
+import math
 import os
 import pathlib
 import re
@@ -47,6 +48,7 @@ def settings_of_extras():
     return [x for module in modules for x in vars(module).values() if is_dataclass(x)]
 
 
+# the settings of extras are base classes, so that the folder of an extra can be deleted
 @dataclass
 class Settings(*settings_of_extras()):
     # A line is a setting: name, type, default, meaning. common/kinds.py has the types; a number is
@@ -319,11 +321,11 @@ def what_it_must_be(name, value):
     if value == "":
         return "text that is not empty"
 
-    # numbers: in their range, and small enough for torch and JSON
+    # numbers: in their range
     if type(value) not in (int, float):
         return ""
     ranges = [x for x in parts if isinstance(x, Range)] or [at_least(0)]
-    ranges += [Range("a number below 2 ** 63", lambda x: abs(x) < 2 ** 63)]
+    ranges += [Range("finite", math.isfinite)]
     return next((x.words for x in ranges if not x.holds(value)), "")
 
 
