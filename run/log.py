@@ -187,4 +187,4 @@ class Log:
         # warn of what has fallen since the first one
         before = self.first_evaluation = self.first_evaluation or row
         for kind, text in problems_of_evaluation(before, row, self.cfg, self.rows):
-            self.warned.say("WARNING", kind, text, iteration)
+            self.warned.warn(kind, text, iteration)

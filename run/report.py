@@ -185,32 +185,34 @@ def print_table(rows):
 
 
 class Warned:
-    """The warnings and notes of a run: prints a kind of note once, a kind of warning every tenth
-    time that it comes, and the warnings again at the end."""
+    """What a run has warned of, and noted."""
 
     def __init__(self):
-        self.texts = {}         # {("WARNING" or "note", kind): its last sentence}
-        self.iterations = {}    # {the same: iterations in which it came}
+        self.warnings = {}      # {kind: [(iteration, sentence)]}
+        self.notes = set()      # kinds
 
-    def say(self, what, kind, text, iteration):
-        """Count a problem, and print it if it is due. what: WARNING or note."""
-        key = what, kind
-        self.texts[key] = text
-        iterations = self.iterations.setdefault(key, [])
-        is_due = len(iterations) % 10 == 0 if what == "WARNING" else not iterations
-        iterations.append(iteration)
-        if is_due:
-            print(f"{what}: {text}", flush=True)
+    def warn(self, kind, text, iteration):
+        """Print a warning when its kind first comes, and every tenth time after that."""
+        times = self.warnings.setdefault(kind, [])
+        if len(times) % 10 == 0:
+            print(f"WARNING: {text}", flush=True)
+        times.append((iteration, text))
+
+    def note(self, kind, text):
+        """Print a note when its kind first comes."""
+        if kind not in self.notes:
+            print(f"note: {text}", flush=True)
+        self.notes.add(kind)
 
     def repeat(self):
-        """Print the warnings again, each kind with its iterations."""
-        warnings = {key: text for key, text in self.texts.items() if key[0] == "WARNING"}
-        if warnings:
+        """Print the last warning of each kind again, with its iterations."""
+        if self.warnings:
             print("\nwarnings of this run, the last of each kind:")
-        for key, text in warnings.items():
-            first, *more = self.iterations[key]
-            where = f"{1 + len(more)} iterations from {first} to {more[-1]}" if more else (
-                f"iteration {first}")
+        for times in self.warnings.values():
+            (first, _), (last, text) = times[0], times[-1]
+            where = f"iteration {first}"
+            if len(times) > 1:
+                where = f"{len(times)} iterations from {first} to {last}"
             print(f"  {where}: {text}")
 
 
@@ -219,9 +221,9 @@ def print_warnings(m, cfg, warned, earlier=(), groups=None):
     of run/flags.py."""
     warnings = [*problems(m, cfg, earlier, groups)]
     for kind, text in warnings:
-        warned.say("WARNING", kind, text, m["iteration"])
+        warned.warn(kind, text, m["iteration"])
     for kind, text in notes(m, cfg, earlier, warned=bool(warnings)):
-        warned.say("note", kind, text, m["iteration"])
+        warned.note(kind, text)
 
 
 def held_out_reward(row):
