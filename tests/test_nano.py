@@ -107,4 +107,4 @@ def test_uv_installs_what_pip_does(script):
     lines = [line.partition("#")[0].strip() for line in
              read_text(f"{ROOT}/requirements.txt").splitlines()]
     assert sorted(metadata["dependencies"]) == sorted(filter(None, lines)), (
-        f"the dependencies at the top of {script} are not those of requirements.txt")
+        f"the dependencies of {script} are not those of requirements.txt")
