@@ -199,8 +199,7 @@ def print_loss(m, cfg):
 
 
 def print_influence(m, setup, batch, scored):
-    """Print how many rows help, what influence goes with, and the rows that help and harm most,
-    token by token. scored: the first step, by scored_step."""
+    """Print how many rows help, and the rows that help and harm most, token by token. scored: the first step, by scored_step."""
     print(f"  {100 * m['tracin/positive_ratio']:.0f} % of the rows are positive, "
           f"{100 * m['tracin/negative_ratio']:.0f} % negative, {100 * m['tracin/zero_ratio']:.0f} "
           f"% zero; {100 * m['tracin/selected_ratio']:.0f} % are kept")
@@ -209,8 +208,6 @@ def print_influence(m, setup, batch, scored):
     print(f"  the target's two halves: cosine {m.get('tracin/target_cosine', math.nan):.2f} (0: "
           f"noise, 1: signal); {scored.self_share:.0%} of all influence is of rows on their own "
           "part of it")
-    print("  rank correlation with", ", ".join(
-        f"{name} {r:+.2f}" for name, r in scored.likeness.items()) or "nothing")
     print("  check: a weighted sum of the scores, and the gradients, agree with plain backwards")
     for what, i in (("helps", scored.helps), ("harms", scored.harms)):
         print_completion(f"{what} most ({batch.influence[i]:+.2e})", i, setup, batch)

@@ -1,5 +1,6 @@
 """
-Influence in a step that is not taken yet: on each rollout, on its tokens, and what it goes with.
+Influence in a step that is not taken yet: of the rollouts that help and harm most, and of their
+tokens.
 
 The step will score its rollouts itself. Here they are scored before it: a token's influence needs
 the gradient that its rollout was scored against, and the tape if a rollout's part is left out.
@@ -38,27 +39,6 @@ def token_influence(recording, scores, row):
     return slopes[row] * changes[0]
 
 
-def ranks(x):
-    """The rank of each value; equal ones share a rank."""
-    _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts + 1) / 2)[inverse].double()
-
-
-def rank_correlations(batch, rows, influence):
-    """{name: Spearman's rank correlation} of rows' influence (n,) with what a person can name;
-    without what is equal in all rows, or not known."""
-    rows = rows.cpu()
-    advantages = batch.row_advantages.cpu()[rows]
-    columns = {"reward": batch.rewards[rows], "advantage": advantages,
-               "|advantage|": advantages.abs(),
-               "length": batch.rollout.sampled_mask.cpu()[rows].sum(1)}
-    known = ~columns["reward"].isnan()
-    pairs = {name: torch.stack([ranks(influence.cpu()[known]), ranks(x[known])])
-             for name, x in columns.items()}
-    correlations = {name: float(torch.corrcoef(pair)[0, 1]) for name, pair in pairs.items()}
-    return {name: r for name, r in correlations.items() if r == r}
-
-
 class Scored(NamedTuple):
     """A step, scored before it is taken."""
     helps: int          # row of the highest influence
@@ -66,7 +46,6 @@ class Scored(NamedTuple):
     words: dict         # {row: influence (T,) of its tokens, or None} of both
     self_share: float   # the part of all influence that rows have on their own part of the target;
                         # NaN: not known
-    likeness: dict      # {name: rank correlation of influence with that}
 
 
 def scored_step(setup, batch, held_out, cfg, seed):
@@ -83,5 +62,4 @@ def scored_step(setup, batch, held_out, cfg, seed):
     scores = find_influence(recording, held_out, seed_for(seed, "select", 0)).scores
     ends = [int(step.rows[i]) for i in (scores.influence.argmax(), scores.influence.argmin())]
     words = {row: token_influence(recording, scores, row) for row in ends}
-    return Scored(*ends, words, float(scores.self_share),
-                  rank_correlations(batch, step.rows, scores.influence))
+    return Scored(*ends, words, float(scores.self_share))

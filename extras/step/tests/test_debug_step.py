@@ -1,13 +1,10 @@
 """--debug_step: an iteration taken apart. Its numbers are those of the run."""
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 import grpo
-from extras.step.influence import rank_correlations
 from rollout import completion_logprobs
 from worlds import read_rows, skip_without
 
@@ -240,20 +237,3 @@ def test_influence_is_the_runs_and_its_words_add_up(name, run_grpo, taken_apart,
         assert len(words) > 1
         size = sum(map(abs, words))
         assert sum(words) == pytest.approx(influence, rel=1e-2, abs=1e-3 * size)
-
-
-@pytest.mark.parametrize("name", ["reward", "advantage", "|advantage|", "length"])
-def test_what_influence_goes_with_is_named(name):
-    """By ranks, of rows whose reward is known; nothing is said of what is equal in all of them."""
-    n = 300
-    noise = torch.randn(2, n, generator=torch.Generator().manual_seed(3))
-    batch = SimpleNamespace(
-        rewards=noise[0], row_advantages=noise[1],
-        rollout=SimpleNamespace(sampled_mask=torch.arange(7) <= torch.arange(n)[:, None] % 7))
-    columns = {"reward": noise[0].exp(), "advantage": noise[1] ** 3,
-               "|advantage|": noise[1].abs().sqrt(), "length": -(torch.arange(n) % 7).float()}
-    found = rank_correlations(batch, torch.arange(n), columns[name])
-    assert found[name] == pytest.approx(-1.0 if name == "length" else 1.0, abs=1e-6)
-    assert all(abs(r) < .3 for other, r in found.items() if other != name)
-    batch.rewards = torch.full((n,), 0.5).index_fill(0, torch.arange(9), math.nan)
-    assert "reward" not in rank_correlations(batch, torch.arange(n), columns[name])
