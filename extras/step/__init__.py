@@ -199,7 +199,8 @@ def print_loss(m, cfg):
 
 
 def print_influence(m, setup, batch, scored):
-    """Print how many rows help, and the rows that help and harm most, token by token. scored: the first step, by scored_step."""
+    """Print how many rows help, and the rows that help and harm most, token by token. scored: the
+    first step, by scored_step."""
     print(f"  {100 * m['tracin/positive_ratio']:.0f} % of the rows are positive, "
           f"{100 * m['tracin/negative_ratio']:.0f} % negative, {100 * m['tracin/zero_ratio']:.0f} "
           f"% zero; {100 * m['tracin/selected_ratio']:.0f} % are kept")
