@@ -194,23 +194,19 @@ def load_checkpoint(path, setup, cfg):
 
 def say_changes(setup, content, cfg):
     """Print what has changed since the checkpoint was written, and record it in setup.changes."""
-    # settings; a larger max_iters is the usual reason to resume, and is not printed
+    # a larger max_iters is the usual reason to resume
     changed = changed_settings(content["settings"], cfg)
     longer = changed.pop("max_iters", None)
     if longer and cfg.lr_decay != "constant":
         print(f"note: resumed with a different max_iters, {longer[0]} -> {longer[1]}: lr_decay = "
               f"{cfg.lr_decay!r} ends there, so from here on the learning rate differs from that "
               "in a single run of either length")
-    for name, (old, new) in changed.items():
-        print(f"resumed with a different {name}: {old!r} -> {new!r}")
 
-    # inputs
-    inputs = changed_inputs(content["has_read"], what_was_read(setup, cfg))
-    for name, (old, new) in inputs.items():
-        versions = f": {old} -> {new}" if name in ("device", "dtype", "torch", "threads") else ""
-        print(f"resumed with different {name}{versions}")
-    setup.changes += [[content["iteration"], name, old, new]
-                      for name, (old, new) in (changed | inputs).items()]
+    # all other settings, and what was read
+    changed |= changed_inputs(content["has_read"], what_was_read(setup, cfg))
+    for name, (old, new) in changed.items():
+        print(f"resumed with different {name}: {old!r} -> {new!r}")
+        setup.changes.append([content["iteration"], name, old, new])
 
 
 def resume(folder, setup, cfg):

@@ -15,12 +15,16 @@ from run.settings import read_run
 LOCK = ".lock"
 
 
-def why_not_continued(folder, cfg):
-    """Why the run in this folder is not continued, or ""."""
-    if not os.path.exists(f"{folder}/config.json"):
+def why_not_used(folder, cfg):
+    """Why a run with these settings may not use a folder, or ""."""
+    # it is free if it holds at most a lock and unfinished files
+    names = os.listdir(folder) if os.path.lexists(folder) else []
+    if all(name == LOCK or name.endswith(".tmp") for name in names):
+        return ""
+    if "config.json" not in names:
         return "holds files, but not a run"
 
-    # without a checkpoint it would begin anew, and overwrite its logs
+    # without a checkpoint a run would begin anew, and overwrite its logs
     metrics = f"{folder}/metrics.jsonl"
     has_rows = os.path.exists(metrics) and os.path.getsize(metrics) > 0
     if has_rows and not checkpoints(folder):
@@ -37,25 +41,14 @@ def why_not_continued(folder, cfg):
     return ""
 
 
-def is_free(folder):
-    """True if the folder does not exist, or holds at most a lock and unfinished files."""
-    names = os.listdir(folder) if os.path.lexists(folder) else []
-    return all(name == LOCK or name.endswith(".tmp") for name in names)
-
-
-def check_folder(folder, cfg):
-    """BadInput unless the folder is free, or holds a run that these settings continue."""
-    if not is_free(folder) and (reason := why_not_continued(folder, cfg)):
-        raise BadInput(f"out_dir = {folder!r}: {reason}; choose another --out_dir")
-
-
 @contextlib.contextmanager
 def claimed_folder(cfg):
     """Lock out_dir for this block -> whether it holds a run to continue. BadInput if it holds
     something else, or another run is at work there."""
     # check before making anything there, then lock it
     folder = cfg.out_dir
-    check_folder(folder, cfg)
+    if reason := why_not_used(folder, cfg):
+        raise BadInput(f"out_dir = {folder!r}: {reason}; choose another --out_dir")
     os.makedirs(folder, exist_ok=True)
     try:
         lock = FileLock(f"{folder}/{LOCK}", timeout=0).acquire()

@@ -244,7 +244,7 @@ def test_another_judge_of_the_same_name_is_said(start, tiny, files):
     content["model"]["score.bias"] += 1
     save_file(str(judge), "judge", **content)
     text = start(files / "run", *flags, "--max_iters=2", "--resume=True")
-    assert said(text) == ["resumed with different weights of judge"]
+    assert len(said(text)) == 1 and "weights of judge" in said(text)[0]
     assert "changed between them: weights of judge" in text
 
 
