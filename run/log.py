@@ -13,9 +13,6 @@ from run.report import (
     Warned, print_influence, print_iteration, print_phases, print_warnings)
 
 
-MOST_UNSCORED = 3       # iterations in a row in which every reward is None: then a run ends
-
-
 def sample_row(it, batch, i, cfg):
     """A row of samples.jsonl: completion i of a Batch."""
     # prompt, completion, reward
@@ -84,6 +81,7 @@ class Log:
         self.wandb = Wandb(cfg)
         self.began = None               # when the first iteration began
         self.num_tokens = 0
+        self.num_unscored = 0           # iterations in a row in which every reward was None
         self.rows = []                  # metrics of the iterations so far that can be compared
         self.first_evaluation = None
 
@@ -159,6 +157,7 @@ class Log:
         self.began = self.began or clock.start
         self.print_all(m, batch, clock)
         self.rows.append(m)
+        self.num_unscored = self.num_unscored + 1 if math.isnan(m["reward"]) else 0
         append_rows(self.folder, "samples.jsonl", sample_rows(it, batch, cfg))
         return m
 
@@ -166,12 +165,6 @@ class Log:
         """Log the metrics of an iteration."""
         append_rows(self.folder, "metrics.jsonl", [m])
         self.wandb.tell("log", m, step=m["iteration"])
-
-    def is_lost(self):
-        """True if no completion of the last iterations got a reward, since the run was started or
-        continued."""
-        last = [row for row in self.rows if row["iteration"] > self.start][-MOST_UNSCORED:]
-        return len(last) == MOST_UNSCORED and all(math.isnan(row["reward"]) for row in last)
 
     def evaluation(self, iteration, measures, prompt_rewards, samples):
         """Print and log an evaluation after so many iterations, by what run.evaluation.evaluate

@@ -12,12 +12,15 @@ from common.signals import interrupts
 from run.checkpoint import begin_logs, resume, write_run_config
 from run.evaluation import evaluate
 from run.folder import claimed_folder
-from run.log import MOST_UNSCORED, Log
+from run.log import Log
 from run.metrics import kl_grad_share
 from run.optimizer import check_state
 from run.policy import save_base
 from run.report import Clock, print_table, print_verdict
 from run.saver import Saver
+
+
+MOST_UNSCORED = 3       # iterations in a row in which every reward is None: then a run ends
 
 
 def is_due(done, interval):
@@ -134,7 +137,7 @@ class Run:
         stopped = any(all_gather([self.stopped()]))
         if self.is_evaluated(done):
             self.evaluate(done)
-        is_lost = self.log.is_lost()
+        is_lost = self.log.num_unscored == MOST_UNSCORED
         if last or stopped or is_lost or is_due(done, cfg.save_interval):
             self.saver.save(done)
         if is_lost:
