@@ -189,6 +189,17 @@ def test_neither_recomputed_blocks_nor_deterministic_algorithms_change_a_run(
     assert_same_run(tmp_path / "plain", tmp_path / "fixed")
 
 
+def test_a_run_without_rewards_stops_after_three_iterations_and_again_after_three(
+        run_grpo, tmp_path):
+    """The judge is down. Nothing would be learned, until max_iters."""
+    path = tmp_path / "down.py"
+    path.write_text("def reward(completions): return [None] * len(completions)\n")
+    for done in (3, 6):
+        refusal(run_grpo, tmp_path / "run", path, "--max_iters=9")
+        assert (tmp_path / f"run/ckpt_{done:06d}.pt").exists(), "it did not stop, or did not save"
+        assert len(read_rows(tmp_path / "run/metrics.jsonl")) == done
+
+
 def test_expect_rise_ends_a_run_with_a_verdict(copy, go_on):
     assert "verdict" in refusal(go_on, "--expect_rise=1000")
 
