@@ -12,6 +12,7 @@ from torch.nn.utils import get_total_norm
 from common.guards import check_ratio, check_step
 from common.processes import all_gather
 from run.metrics import influence_metrics, influence_spread, loss_metrics, units_of
+from run.report import silent_clock
 
 
 def totals_of(sums):
@@ -57,16 +58,17 @@ def spread_of(pieces, around=0.0):
 
 
 class Meter:
-    """Collects the metrics of an update."""
+    """Looks on at an update, and collects its metrics."""
 
-    def __init__(self, setup, cfg, clock, check=False):
+    def __init__(self, setup, cfg, clock=silent_clock, check=False, watch=None):
         """clock: the iteration's Clock. check: the first step is the first of a run. It ends the
         run if the trainer's log-probs are not the sampler's, or if influence is not what plain
-        backward passes give."""
+        backward passes give. watch(Step, norm of the gradient) is called before each step."""
         self.setup = setup
         self.cfg = cfg
         self.clock = clock
         self.check = check          # until that step is taken
+        self.watch = watch or (lambda step, grad_norm: None)
         self.num_begun = 0          # steps, also those for which influence keeps no row
         self.num_empty = 0          # steps for which it keeps no row
         self.num_steps = 0          # steps that were taken

@@ -236,7 +236,7 @@ def test_the_gradient_of_replayed_rollouts_is_that_of_their_old_log_probs():
 
 @pytest.mark.parametrize("tracin", ["reward", "self", "advantage"])
 def test_influence_of_replayed_rollouts_is_that_of_plain_backwards(tracin):
-    """update(check=True) compares the two; at these ratios the log-prob is not the loss."""
+    """Meter(check=True) compares the two; at these ratios the log-prob is not the loss."""
     setup, cfg, batch = replayed_world(tracin=tracin)
     _, metrics = steps_of(setup, batch, cfg, check=True)
     assert metrics["ratio_max"] > 1 + 1e-3 and metrics["num_steps"] == 1

@@ -22,7 +22,8 @@ CLIP = 0.01     # so narrow that a pass after a step is clipped
 
 
 def logged(setup, batch, cfg, held_out=None, **more):
-    return grpo.update(setup, batch, held_out, cfg, seed=1, **more) | batch_metrics(batch, cfg)
+    meter = grpo.Meter(setup, cfg, **more)
+    return grpo.update(setup, batch, held_out, cfg, 1, meter) | batch_metrics(batch, cfg)
 
 
 def assert_logged(m, expected, rel=1e-4):

@@ -14,7 +14,7 @@ import run.evaluation
 from common.seeds import hash_of
 from data.weights import merged_weights, save_gpt
 from fast import to_half
-from grpo import collect, update
+from grpo import Meter, collect, update
 from rollout import completion_logprobs, generate
 from run import precision
 from worlds import (
@@ -190,7 +190,8 @@ def test_a_step_in_bfloat16_keeps_log_probs_and_weights_in_float32(half):
     setup, cfg = half
     batch = collect(setup, WORD_PROMPTS, cfg, seed=7)
     assert batch.rollout.logp.dtype == torch.float32
-    assert update(setup, batch, None, cfg, seed=3, check=True)["num_steps"] == 1
+    meter = Meter(setup, cfg, check=True)
+    assert update(setup, batch, None, cfg, 3, meter)["num_steps"] == 1
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in setup.policy.parameters())
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
-from grpo import collect, optimizer_steps, update
+from grpo import Meter, collect, optimizer_steps, update
 from loss import losses, micro_batches
 from rollout import completion_entropies, generate
 from run.metrics import batch_metrics
@@ -196,7 +196,7 @@ def test_the_entropy_quantile_is_of_each_step_as_the_policy_is_then(knobs):
             "the tokens of a step are not those of which the policy is least sure now")
         masks.append(expected)
 
-    update(setup, batch, None, cfg, 3, watch=watch)
+    update(setup, batch, None, cfg, 3, Meter(setup, cfg, watch=watch))
     assert not torch.equal(masks[0], masks[-1]), "the steps changed no entropy: another rate?"
 
 
@@ -324,5 +324,6 @@ def test_a_model_with_dropout_is_found_out():
     setup, batch = world(settings())
     setup.policy.lm_head.register_forward_hook(
         lambda module, args, out: torch.nn.functional.dropout(out, .1))
-    assert "ratio" in refusal(update, setup, batch, None, settings(), 3, check=True)
-    assert update(setup, batch, None, settings(), 3, check=False)["num_steps"] == 1
+    meter = Meter(setup, settings(), check=True)
+    assert "ratio" in refusal(update, setup, batch, None, settings(), 3, meter)
+    assert update(setup, batch, None, settings(), 3)["num_steps"] == 1

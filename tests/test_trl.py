@@ -45,8 +45,9 @@ def test_a_rate_is_that_of_its_iteration_whatever_steps_it_takes():
     grpo.set_learning_rate(setup.optimizer, 2, cfg)
     expected = setup.optimizer.param_groups[0]["lr"]
     rates = []
-    grpo.update(setup, batch, None, cfg, 3,
-                watch=lambda *_: rates.append(setup.optimizer.param_groups[0]["lr"]))
+    meter = grpo.Meter(
+        setup, cfg, watch=lambda *_: rates.append(setup.optimizer.param_groups[0]["lr"]))
+    grpo.update(setup, batch, None, cfg, 3, meter)
     assert rates == [expected] * 9, f"row 10: the rate moves within an iteration: {rates}"
 
 

@@ -304,7 +304,8 @@ def steps_of(setup, batch, cfg, target=None, check=False, seed=3):
     def watch(step, grad_norm):
         seen.append(torch.cat([p.grad.flatten() for p in setup.trained]))
 
-    return seen, grpo.update(setup, batch, target, cfg, seed, check=check, watch=watch)
+    meter = grpo.Meter(setup, cfg, check=check, watch=watch)
+    return seen, grpo.update(setup, batch, target, cfg, seed, meter)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -69,7 +69,8 @@ def timed_iteration(setup, cfg, it):
     clock = Clock(setup.device, on=False)
     batch = grpo.collect_iteration(setup, it, cfg, clock)
     held_out = grpo.collect_held_out(setup, it, cfg, clock)
-    grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), clock)
+    grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it),
+                grpo.Meter(setup, cfg, clock))
     tokens = int(batch.rollout.sampled_mask.sum())
     return Timed(clock.seconds, tokens, peak_memory(setup.device), batch.rollout)
 

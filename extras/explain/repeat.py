@@ -152,7 +152,8 @@ def repeat_run(setup, cfg, end):
             states.append(state_of(setup))
             steps.append(run_step(setup, cfg, it, batch, step, float(norm), decay))
 
-        grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it), watch=watch)
+        grpo.update(setup, batch, held_out, cfg, seed_for(cfg.seed, "rows", it),
+                    grpo.Meter(setup, cfg, watch=watch))
         if cfg.hook("follow"):
             cfg.call("follow", setup=setup, done=it + 1, cfg=cfg)
         if progress.is_due():

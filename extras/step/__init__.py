@@ -166,7 +166,7 @@ def print_batch(phase, striking, setup, cfg, batch):
 
 
 def watcher(setup, norms):
-    """A `watch` for grpo.update that records the last step in norms: {name: norm after clipping},
+    """A `watch` for a Meter that records the last step in norms: {name: norm after clipping},
     and under "" the norm of all gradients before clipping."""
     def watch(step, grad_norm):
         norms[""] = float(grad_norm)
@@ -315,7 +315,8 @@ def debug_step(argv, setup, cfg):
     norms = {}
     scored = scored_step(setup, batch, held_out, cfg, seed) if cfg.tracin != "off" else None
     m = kl_grad_share(setup, batch, grpo.optimizer_steps(batch, cfg, seed), cfg) | grpo.update(
-        setup, batch, held_out, cfg, seed, check=True, watch=watcher(setup, norms))
+        setup, batch, held_out, cfg, seed,
+        grpo.Meter(setup, cfg, check=True, watch=watcher(setup, norms)))
     phase("loss")
     print_loss(m, cfg)
     if "tracin/selected_ratio" in m:    # influence has scored a step

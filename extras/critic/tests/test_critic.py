@@ -174,7 +174,7 @@ def test_values_are_learned_and_one_completion_of_each_prompt_is_enough():
         batch = grpo.collect(setup, setup.prompts, cfg, it)
         if it == 0:
             assert not batch.rollout.values.any(), "the head is zero at first"
-        metrics = grpo.update(setup, batch, None, cfg, it, check=it == 0)
+        metrics = grpo.update(setup, batch, None, cfg, it, grpo.Meter(setup, cfg, check=it == 0))
         assert metrics["ratio"] == pytest.approx(1, abs=1e-4)
     values = batch.rollout.values.sum(1) / batch.rollout.sampled_mask.sum(1)
     spread = float(batch.rewards[1] - batch.rewards[0])

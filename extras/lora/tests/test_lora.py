@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from extras.lora import LoRA, add_lora
-from grpo import collect, update
+from grpo import Meter, collect, update
 from run.policy import trainable
 from worlds import (
     WORDS, WORD_PROMPTS, assert_near, random_gpt, random_ids, setup_of, skip_without, with_lora,
@@ -47,7 +47,7 @@ def test_a_step_moves_the_adapters_only():
     setup = setup_of(cfg, word_gpt(), WORD_PROMPTS, WORDS)
     batch = collect(setup, WORD_PROMPTS, cfg, 7)
     before = {name: x.clone() for name, x in setup.policy.state_dict().items()}
-    m = update(setup, batch, None, cfg, 3, check=True)
+    m = update(setup, batch, None, cfg, 3, Meter(setup, cfg, check=True))
     changed = {name for name, x in setup.policy.state_dict().items() if (x != before[name]).any()}
     assert changed == {name for name in before if name.endswith("B.weight")}    # A's gradient is 0
     assert m["kl"] == pytest.approx(0, abs=1e-6)

@@ -89,7 +89,8 @@ def test_groups_are_those_of_plain_python(function, it):
     learned = [i for step in grpo.optimizer_steps(batch, cfg, 3) for i in step.rows.tolist()]
     assert learned == list(itertools.compress(range(5 * G), differ)), "some are still equal"
     # ends the run if rows of several rounds have another padding or log-prob than the trainer's
-    m = grpo.update(setup, batch, None, cfg, 3, check=True) | batch_metrics(batch, cfg)
+    meter = grpo.Meter(setup, cfg, check=True)
+    m = grpo.update(setup, batch, None, cfg, 3, meter) | batch_metrics(batch, cfg)
     assert m["num_steps"] == any(differ)
     assert m["resample/rounds"] == len(sizes) - 1 <= cfg.max_resamples
     assert m["resample/used"] == pytest.approx(sum(differ) / G / sum(sizes))
