@@ -30,13 +30,14 @@ def why_not_used(folder, cfg):
     if has_rows and not checkpoints(folder):
         return "holds a run without a checkpoint"
 
-    # the same command continues it, and so does --resume=True with changed settings
+    # the same command continues it, and so does --resume=True with changed settings. They may
+    # change before the first iteration is done: a function of the config file failed, and is mended
     before = read_run(folder)
     changed = changed_settings(before["settings"], cfg)
     about = ", ".join(f"{name} was {shown(old, 30)}" for name, (old, _) in changed.items())
     if not about and before["source"] != cfg.source:
         about = "its config file has changed"
-    if about and not cfg.resume:
+    if about and has_rows and not cfg.resume:
         return f"holds a run with different settings ({about}), which --resume=True would continue"
     return ""
 

@@ -254,7 +254,6 @@ def test_what_a_function_does_wrong_ends_the_first_iteration(name, function, nam
 # ------------------------------------------------------------------------------------------------
 # a run of a config file with all of them
 
-
 PLAIN = """
 def reward(prompts, completions):
     return [completion.count("a") / max(1, len(completion)) for completion in completions]
@@ -304,6 +303,14 @@ def test_a_run_with_all_of_them_goes_on_with_the_same_bits(run_own, tmp_path):
     whole, parts = (torch.load(tmp_path / name / "ckpt_000004.pt", weights_only=True)["policy"]
                     for name in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_the_same_command_goes_on_when_a_function_that_failed_is_mended(run_own, tmp_path):
+    wrong = PLAIN + "\ndef advantage(batch): return batch.rewards.colour\n"
+    with pytest.raises(AttributeError, match="colour"):
+        run_own("run", "--max_iters=2", config=wrong)
+    run_own("run", "--max_iters=2", config=wrong.replace(".colour", ""))
+    assert len(untimed_metrics(tmp_path / "run")) == 2
 
 
 COUNTS = PLAIN + """
