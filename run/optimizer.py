@@ -51,13 +51,13 @@ def load_state(optimizer, state):
     optimizers = getattr(optimizer, "optimizers", [optimizer])
     states = state.get("optimizers", [state])
     for one, before in zip(optimizers, states, strict=True):
-        fresh = [dict(group, params=None) for group in one.param_groups]
+        now = [{name: x for name, x in group.items() if name != "params"}
+               for group in one.param_groups]
         one.load_state_dict(before)
-        names = {"lr", "initial_lr"}
-        is_torch = type(one).__module__.startswith("torch.")
-        for group, now in zip(one.param_groups, fresh):
-            group.update({name: x for name, x in now.items()
-                          if name in names or is_torch and name != "params"})
+        if not type(one).__module__.startswith("torch."):
+            now = [dict(lr=group["lr"], initial_lr=group["initial_lr"]) for group in now]
+        for group, settings in zip(one.param_groups, now):
+            group.update(settings)
 
 
 def check_state(optimizer):
