@@ -960,6 +960,15 @@ MISTAKES = [
         ("log-probs from rounded probabilities", "logits.gather(1, targets) - total\n\n    "
          "@staticmethod\n    @once", "probs.gather(1, targets).log()\n\n    @staticmethod\n    @once")),
 
+    *of("run/precision.py", "test_graph.py::test_a_graph_that_does_not_hold_is_turned_off",
+        ("a GPU decodes without graphs", '{ROOT}/extras/graph"', '{ROOT}/extras/no"')),
+
+    # test_bench.py
+    *of("extras/bench/phases.py",
+        "test_bench.py::test_a_share_of_the_peak_is_of_the_card_and_its_dtype",
+        ("float32 beside bfloat16's peak", "rate = half if dtype == torch.bfloat16 else full",
+         "rate = half")),
+
     # test_account.py
     *of("extras/explain/repeat.py",
         "test_account.py::test_a_layer_that_is_never_used_changes_nothing",

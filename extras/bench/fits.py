@@ -109,24 +109,16 @@ def largest_micro_batch(shape, job, gb):
 
 def print_fits():
     """Print the table of docs/gpus.md: 64 rows of 128 + 256 tokens, micro-batches of 4."""
-    print("| model | | weights | bfloat16 | gradient, AdamW | keys | activations, logits | all | "
-          "with influence | micro-batch: 24, 80 GB | with influence |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("| model | trained | GB | with influence | micro-batch: 24, 80 GB | with influence |")
+    print("|---|---|---|---|---|---|")
     for name, shape in SHAPES.items():
-        for lora in (False, True):
-            job = Job(64, 128, 256, 4, 64, lora)
-            parts = memory_of(shape, job)
-            gb = {part: x / 2 ** 30 for part, x in parts.items()}
-            sums = []
-            sizes = []
-            for one in (job, job._replace(influence=True)):
-                sums.append(total(memory_of(shape, one)))
-                largest = [largest_micro_batch(shape, one, card) for card in CARDS]
-                sizes.append(", ".join(str(n or "no") for n in largest))
-            print(f"| {name} | {'LoRA' if lora else 'full'} | {gb['weights']:.1f} | "
-                  f"{gb['bfloat16 copies']:.1f} | {gb['gradient, AdamW']:.1f} | "
-                  f"{gb['keys and values']:.1f} | {gb['activations'] + gb['logits']:.1f} | "
-                  f"{sums[0]:.1f} | +{sums[1] - sums[0]:.1f} | {sizes[0]} | {sizes[1]} |")
+        for trained in ("all weights", "LoRA"):
+            jobs = [Job(64, 128, 256, 4, 64, trained == "LoRA", influence)
+                    for influence in (False, True)]
+            gb = [f"{total(memory_of(shape, job)):.1f}" for job in jobs]
+            sizes = [", ".join(str(largest_micro_batch(shape, job, card) or "no")
+                               for card in CARDS) for job in jobs]
+            print("|", " | ".join([name, trained, *gb, *sizes]), "|")
 
 
 def job_of(cfg, longest):
