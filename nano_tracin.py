@@ -191,7 +191,7 @@ for it in range(max_iters):
     with Tape(policy, len(A)) as tape:
         for rows in micro_batches:
             # the head gets the tokens of all rows in one long list: which row is each token's?
-            tape.rows(rows, flat={policy.lm_head: mask[rows].nonzero()[:, 0]})
+            tape.next_rows(rows, flat={policy.lm_head: mask[rows].nonzero()[:, 0]})
             logp = logprobs(policy, rollout[rows])                  # (n, T)
             policy_loss, kl = grpo_loss(
                 logp, rollout.logp[rows], ref_logp[rows], A[rows, None], mask[rows], num_tokens)

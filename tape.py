@@ -4,7 +4,7 @@ Gradients of every row of a batch, exact on the whole model, from one backward p
     check_exact(model, loss_of, torch.arange(n))    # once for a model and a loss
     with Tape(model, n) as tape:
         for numbers in torch.arange(n).split(8):
-            tape.rows(numbers)
+            tape.next_rows(numbers)
             loss_of(numbers).backward()     # the sum of the rows' losses, not their mean
     target = tape.gradient(is_good)         # {parameter: tensor}: what .grad would have held for
                                             # these rows alone, or for all with any weights (n,)
@@ -88,9 +88,9 @@ def record_of(owners, b, a, dtype):
     owners = repeated(owners, len(a) // max(1, len(owners)))
     if a.device.type == "cpu":      # a GPU would have to be waited for
         g = b if b.is_floating_point() else a
-        here = g.any(1).nonzero()[:, 0]
-        if len(here) < len(g):
-            owners, b, a = owners[here], b[here], a[here]
+        some = g.any(1).nonzero()[:, 0]
+        if len(some) < len(g):
+            owners, b, a = owners[some], b[some], a[some]
 
     # under autocast a vocabulary head's b, V numbers a token, is the largest record of all, and was
     # computed in half precision anyway
@@ -347,7 +347,7 @@ class Call:
             refuse(self.layer.name, f"its input {self.shape} does not tell which of "
                                     f"{len(tape.numbers)} rows is whose. Look positions up as "
                                     "(1, T), wpe(arange(T)[None]); for flattened tokens see "
-                                    "Tape.rows")
+                                    "Tape.next_rows")
 
         # the parameters of this layer, one by one
         for name, p in self.layer.trained.items():
@@ -366,11 +366,11 @@ class Tape:
     matrices are in layers of KINDS. Rows are numbered 0, 1, .., num_rows - 1.
 
     What a model must do: rows are the first dimension of a layer's input; for flattened ones see
-    `flat` of rows(). Positions may be looked up once for all, as (1, T).
+    `flat` of next_rows(). Positions may be looked up once for all, as (1, T).
 
-    How it is used: call rows() before each forward, and one backward after it. Set p.grad before
-    optimizer.step(): the tape forms the gradients, so .grad is None after the block. It holds every
-    layer's input and its output's gradient.
+    How it is used: call next_rows() before each forward, and one backward after it. Set p.grad
+    before optimizer.step(): the tape forms the gradients, so .grad is None after the block. It
+    holds every layer's input and its output's gradient.
 
     With several processes each records rows of its own, and results cover all of them.
     all_reduce(tensors) sums tensors in place over processes.
@@ -389,7 +389,7 @@ class Tape:
         self.layers = trained_layers(model, num_rows)   # {module: Layer}
         self.device = next(model.parameters()).device
 
-        # whose the next forward and backward are: see rows()
+        # whose the next forward and backward are: see next_rows()
         self.numbers = torch.arange(0, device=self.device)
         self.flat = {}          # {module: numbers (M,) of its tokens' rows}
         self.given = {}         # {module in flat: tokens that it has been given}
@@ -407,9 +407,10 @@ class Tape:
         for module, count in self.given.items():
             num_owners = len(self.flat[module])
             if count % max(1, num_owners):
-                refuse(self.layers[module].name, f"{count} tokens, where rows() has {num_owners}")
+                refuse(self.layers[module].name,
+                       f"{count} tokens, where next_rows() has {num_owners}")
 
-    def rows(self, numbers, flat=None):
+    def next_rows(self, numbers, flat=None):
         """The next forward and backward are of the rows of these numbers (n,).
 
         flat: {module: owners (M,)} of modules whose input is the tokens of all rows flattened
@@ -515,7 +516,8 @@ class Tape:
                 layer.name, "computed again in a backward of its own, where its rows are unknown: "
                 "set use_reentrant=False"))
         if self.done:
-            refuse(layer.name, "a forward after a backward of these rows: call rows() before it")
+            refuse(layer.name,
+                   "a forward after a backward of these rows: call next_rows() before it")
 
         # positions (1, T) of all rows: as if each had looked them up
         x = tensors[0]
@@ -588,11 +590,11 @@ class Tape:
         gradient = self.zeros()
         for p, total in gradient.items():
             for owners, b, a in self.read(p):
-                here = chosen[owners]
+                some = chosen[owners]
                 w = of_entries[owners]
-                if 0 < len(here) < len(owners):
-                    b, a, w = b[here], a[here], w[here]
-                if len(here):
+                if 0 < len(some) < len(owners):
+                    b, a, w = b[some], a[some], w[some]
+                if len(some):
                     add_outer(total, b, (a * w).to(a.dtype))    # a weight is not rounded to it
             if p in self.by_row:
                 g = self.by_row[p][rows]
@@ -623,9 +625,9 @@ class Tape:
         records = self.records[p]
         for total, number in zip(g, numbers if records else []):
             for owners, b, a, _ in records:
-                here = entries[owners][number]
-                if len(here) > 0:       # a row is in one micro-batch, so most records lack it
-                    add_outer(total, b[here], a[here])
+                own = entries[owners][number]
+                if len(own) > 0:        # a row is in one micro-batch, so most records lack it
+                    add_outer(total, b[own], a[own])
         return g
 
     AT_ONCE = 2 ** 22   # numbers of g_i that squared_norms forms at once
@@ -659,11 +661,11 @@ class Tape:
 def check_exact(model, loss_of, rows, flat=None, tolerance=0.01):
     """Raise ValueError unless, for the three rows of largest gradient, the tape's gradient is the
     one that autograd gives for that row alone, parameter by parameter. loss_of(rows) -> (): the sum
-    of their losses. flat: see Tape.rows."""
+    of their losses. flat: see Tape.next_rows."""
     # all rows together, on a tape
     n = len(rows)
     with Tape(model, n) as tape:
-        tape.rows(torch.arange(n), flat)
+        tape.next_rows(torch.arange(n), flat)
         loss_of(rows).backward()
     norms = tape.squared_norms(torch.arange(n))
     for i in (~norms.isfinite()).nonzero()[:, 0].tolist():

@@ -393,7 +393,7 @@ MISTAKES = [
         ("an id that pads gets a gradient", "if padding is not None:", "if False:"),
         ("flattened tokens begin anew with every piece", "self.given[module] += len(x)", "pass")),
     *of("tape.py", "test_tape.py::test_the_calls_for_a_row_do_not_grow_with_the_micro_batches",
-        ("records of all micro-batches are gone through", "if len(here) > 0:", "if True:")),
+        ("records of all micro-batches are gone through", "if len(own) > 0:", "if True:")),
     *of("tape.py", "test_tape.py::test_bfloat16_rounds_no_weight_and_halves_the_largest_record",
         ("a head is kept in float32", "*part, None if self.summing else dtype)", "*part, None)"),
         ("a weight is rounded to bfloat16", "(a * w).to(a.dtype)",

@@ -216,7 +216,7 @@ def record(case):
     """A tape of the case."""
     with Tape(case.model, 8) as tape:
         for rows in PARTS:
-            tape.rows(rows, case.flat(rows))
+            tape.next_rows(rows, case.flat(rows))
             case.losses(rows).sum().backward()
     return tape
 
@@ -224,7 +224,7 @@ def record(case):
 def taped(model, backward, n=8, flat={}):
     """A tape of n rows. backward() calls the model, and .backward() of what it gives."""
     with Tape(model, n) as tape:
-        tape.rows(torch.arange(n), flat)
+        tape.next_rows(torch.arange(n), flat)
         backward()
     return tape
 
@@ -335,7 +335,7 @@ def test_the_calls_for_a_row_do_not_grow_with_the_micro_batches():
     def calls(size):
         with Tape(model, 64) as tape:
             for rows in torch.arange(64).split(size):
-                tape.rows(rows)
+                tape.next_rows(rows)
                 model(x[rows]).sin().sum().backward()
         with Count() as count:
             tape.squared_norms(torch.arange(64))
@@ -455,7 +455,7 @@ def test_a_matrix_that_looks_like_rows_is_named_wherever_it_comes():
     def record(*parts):
         with Tape(model, 8) as tape:
             for rows in parts:
-                tape.rows(rows)
+                tape.next_rows(rows)
                 model(x[rows], matrix).sin().sum().backward()
         return tape
 
@@ -473,7 +473,7 @@ def test_a_second_forward_needs_rows_of_its_own():
     def backward():
         model(x).sum().backward()
 
-    assert "rows()" in refusal(taped, model, lambda: [backward(), backward()])
+    assert "next_rows()" in refusal(taped, model, lambda: [backward(), backward()])
 
 
 def test_a_tape_that_saw_nothing_does_not_answer_0():

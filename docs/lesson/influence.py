@@ -108,7 +108,7 @@ loss = loss_of(setup, setup.policy, batch, step.rows, step, cfg)
 loss_before = loss.policy.item()
 with Tape(setup.policy, N) as tape:
     owners = batch.rollout.sampled_mask.nonzero()[:, 0]         # whose each token is
-    tape.rows(torch.arange(N), flat={setup.policy.lm_head: owners})
+    tape.next_rows(torch.arange(N), flat={setup.policy.lm_head: owners})
     loss_of(setup, setup.policy, batch, step.rows, step, cfg).policy.backward()
 influence = tape.dot(tape.gradient(torch.ones(N)))                              # (N,)
 error = (influence - by_hand).abs().max() / by_hand.abs().max()

@@ -113,7 +113,7 @@ def family(device, name, dtype, by_graph=False):
     errors = [gap, relative(flat_gradient(logp.sum(), model), total)]
     with Tape(model, len(logp)) as tape:
         where = r.sampled_mask.nonzero()[:, 0]
-        tape.rows(torch.arange(len(logp), device=device), {model.lm_head: where})
+        tape.next_rows(torch.arange(len(logp), device=device), {model.lm_head: where})
         with autocast(device, dtype):
             loss = completion_logprobs(model, r, 1.0).sum()
         loss.backward()

@@ -62,7 +62,7 @@ def influence_of(setup, batch, cfg):
     asks = token_slopes(setup, cfg, batch, step)                # of its loss
     mask = batch.rollout.sampled_mask
     with Tape(setup.policy, len(mask)) as tape:
-        tape.rows(torch.arange(len(mask)), flat={setup.policy.lm_head: mask.nonzero()[:, 0]})
+        tape.next_rows(torch.arange(len(mask)), flat={setup.policy.lm_head: mask.nonzero()[:, 0]})
         logp = completion_logprobs(setup.policy, batch.rollout, cfg.temperature)
         (asks * logp).sum().backward()
     setup.policy.zero_grad(set_to_none=True)
