@@ -302,8 +302,6 @@ ELSEWHERE = {
     "tracin=seqloss-reward": "tracin = 'reward'", "loss_type=ppo": "critic",
     "loss_type=gspo": "importance_sampling_level = 'sequence'", "dtype=bf16": "dtype = 'bfloat16'",
     "kl_estimator=low_var_kl": "kl_estimator = 'k3'"}
-WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text",
-         tuple: "a tuple", dict: "a dict", types.NoneType: "None"}
 
 
 def what_it_must_be(name, value):
@@ -317,7 +315,7 @@ def what_it_must_be(name, value):
     if choices:
         return "" if value in choices else f"one of {', '.join(choices)}"
     if type(value) not in parts:
-        return " or ".join(WORDS[x] for x in parts if x in WORDS)
+        return "of type " + " or ".join(x.__name__ for x in parts if type(x) is type)
     if value == "":
         return "text that is not empty"
 

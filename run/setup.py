@@ -50,7 +50,8 @@ class Setup(Inputs):
     changes: list = field(default_factory=list)
 
     def fast(self, model):
-        """The policy, or the reference, as it computes fastest. A tape needs it as it is."""
+        """The policy, or the reference, as it computes fastest. A tape takes the model itself, whose
+        modules it records."""
         return self.compiled.get(model, model)
 
     def autocast(self):
