@@ -50,8 +50,8 @@ class Setup(Inputs):
     changes: list = field(default_factory=list)
 
     def fast(self, model):
-        """The policy, or the reference, as it computes fastest. A tape takes the model itself, whose
-        modules it records."""
+        """The policy, or the reference, as it computes fastest. A tape takes the model itself: it
+        records what goes into its modules."""
         return self.compiled.get(model, model)
 
     def autocast(self):
