@@ -75,7 +75,6 @@ def test_maxrl_divides_by_the_mean_of_the_group():
 
 def test_maxrl_refuses_what_has_no_mean_to_divide_by():
     skip_for(scale_rewards="mean")
-    assert_refused("logit", load_settings, ["--scale_rewards=mean"])
     assert_refused("kl_in", load_settings, [
         "--scale_rewards=mean", "--judge_score=probability", "--kl_in=reward", "--beta=0.1"])
     def given(*rewards):

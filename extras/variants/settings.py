@@ -109,9 +109,6 @@ class VariantSettings:
         yield by_mean and self.kl_in_reward, (
             "scale_rewards = 'mean': divides by the mean reward of a group, which a KL in the "
             "reward can turn: set kl_in = 'loss'")
-        yield by_mean and "judge" in self.reward_funcs and self.judge_score == "logit", (
-            "scale_rewards = 'mean': is for rewards of at least 0, and judge_score = 'logit' is "
-            "not: set judge_score = 'probability'")
         yield self.use_bias_correction_kl and (
             self.kl_in == "reward" or self.kl_estimator == "k2"), (
             "use_bias_correction_kl = True: is for kl_in = 'loss' with k1 or k3")
