@@ -29,7 +29,7 @@ RULES = {       # which rollouts leave first
     "high influence": "the most helpful",
     "low reward": "the worst rewarded",
     "random": "random ones"}
-ASKED = 4       # held-out prompts that say what is helpful; further ones measure
+FOR_TARGET = 4  # held-out prompts that say what is helpful; further ones measure
 SEEDS = 5       # trainings with all rollouts, which show what chance does
 
 
@@ -57,18 +57,18 @@ def influence_of(setup, batch, cfg):
     """By how much a small plain step on each rollout raises the held-out reward (N,), and a
     function that gives the same by token (N, T)."""
     step = next(grpo.optimizer_steps(batch, cfg, seed=0))       # all rows
-    _, surrogate = held_out_reward(setup, setup.eval_prompts[:ASKED], cfg)
+    _, surrogate = held_out_reward(setup, setup.eval_prompts[:FOR_TARGET], cfg)
     target = dict(zip(setup.trained, torch.autograd.grad(surrogate(), setup.trained)))
-    asks = token_slopes(setup, cfg, batch, step)                # of its loss
+    slopes = token_slopes(setup, cfg, batch, step)              # (N, T) of its loss
     mask = batch.rollout.sampled_mask
     with Tape(setup.policy, len(mask)) as tape:
         tape.next_rows(torch.arange(len(mask)), flat={setup.policy.lm_head: mask.nonzero()[:, 0]})
         logp = completion_logprobs(setup.policy, batch.rollout, cfg.temperature)
-        (asks * logp).sum().backward()
+        (slopes * logp).sum().backward()
     setup.policy.zero_grad(set_to_none=True)
 
     def by_token():
-        return -asks * logprob_changes(setup.policy, target, batch.rollout, cfg.temperature)
+        return -slopes * logprob_changes(setup.policy, target, batch.rollout, cfg.temperature)
 
     return -tape.dot(target), by_token
 
@@ -101,7 +101,7 @@ def train(setup, start, cfg, rule=None, count=0, show=False):
     before each step and at the end, three completions, and what the page shows of it."""
     setup.policy.load_state_dict(start)
     setup.optimizer.state.clear()
-    measured = setup.eval_prompts[ASKED:]
+    measured = setup.eval_prompts[FOR_TARGET:]
     curve, shown = [], []
     for it in range(cfg.max_iters):
         curve.append(held_out_reward(setup, measured, cfg)[0])

@@ -29,7 +29,7 @@ def test_influence_is_the_product_of_a_rollouts_gradient_and_the_held_out_reward
     setup.policy.load_state_dict(start)
     batch = grpo.collect_iteration(setup, 0, cfg)
     influence, by_token = slider.influence_of(setup, batch, cfg)
-    _, surrogate = slider.held_out_reward(setup, setup.eval_prompts[:slider.ASKED], cfg)
+    _, surrogate = slider.held_out_reward(setup, setup.eval_prompts[:slider.FOR_TARGET], cfg)
     slope = dict(zip(setup.trained, torch.autograd.grad(surrogate(), setup.trained)))
     step = next(grpo.optimizer_steps(batch, cfg, seed=0))
     expected = torch.stack([
