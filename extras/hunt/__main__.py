@@ -106,6 +106,10 @@ def mark_of(folder, flags):
     return content.hexdigest()[:12]
 
 
+def last_line(seen):
+    return " ".join(seen.printed.strip().splitlines()[-1:])
+
+
 def healthy_metrics(flags):
     """Rows of metrics.jsonl of a healthy run. They are kept in cache_dir, until the flags or the
     files of the project are others."""
@@ -123,10 +127,6 @@ def healthy_metrics(flags):
             os.makedirs(cache_dir, exist_ok=True)
             write_json(path, seen.metrics)
     return read_json(path)
-
-
-def last_line(seen):
-    return " ".join(seen.printed.strip().splitlines()[-1:])
 
 
 def run_with(fault, flags, quiet=False, warnings=True):
