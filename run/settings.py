@@ -243,7 +243,8 @@ class Settings(*settings_of_extras()):
         A target has no KL in its loss: only functions of the config file may look at the
         reference."""
         changes = {"zero_std_groups": "keep"}
-        if self.kl_in_loss and not {"target", "advantage"} & set(self.functions):
+        may_look = {"target", "advantage", "policy_tokens"} & set(self.functions)
+        if self.kl_in_loss and not may_look:
             changes["beta"] = 0.0
         if self.tracin_val_reward is not None:
             changes |= dict(reward_funcs=(self.tracin_val_reward,), reward_weights=(1.0,))

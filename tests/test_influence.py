@@ -280,12 +280,14 @@ def test_a_reward_of_their_own_scores_held_out_rollouts_only():
 
 
 @pytest.mark.parametrize("knobs, function", [
-    (dict(kl_in="reward"), "reward"), ({}, "advantage"), ({}, "target")])
+    (dict(kl_in="reward"), "reward"), ({}, "advantage"), ({}, "target"), ({}, "policy_tokens")])
 def test_the_reference_scores_held_out_rollouts_for_who_looks_at_it(knobs, function):
     """A KL in the loss is no part of a target; one in the reward is, and functions may read it."""
     cfg = cfg_of(tracin="reward", tracin_val_prompts=2, beta=.1, **knobs)
     setup = setup_for(cfg)
-    cfg.functions.setdefault(function, lambda batch: batch.rewards.clone())
+    functions = {"policy_tokens": lambda batch: batch.loss_mask & (batch.ref_logp < 0)}
+    function_of = functions.get(function, lambda batch: batch.rewards.clone())
+    cfg.functions.setdefault(function, function_of)
     assert grpo.collect_held_out(setup, 0, cfg).batch.ref_logp is not None
 
 
