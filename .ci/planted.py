@@ -420,7 +420,7 @@ MISTAKES = [
          "[copy.deepcopy(prompt) for prompt in batch.prompts]", "batch.prompts")),
     *of("run/settings.py", "test_influence.py::"
         "test_the_reference_scores_held_out_rollouts_for_who_looks_at_it",
-        ("held-out rewards without their KL", "if self.kl_in_loss and not {", "if not {"),
+        ("held-out rewards without their KL", "if self.kl_in_loss and not", "if not"),
         ("a function gets no reference of held-out rollouts",
          ' and not may_look:', ":")),
     *of("extras/variants/tracin_target_ema.py",
