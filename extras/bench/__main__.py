@@ -65,7 +65,7 @@ def print_beside_first(device, rows):
     """Print rows with their tokens/s beside the first one's."""
     first = rows[0]["tokens_per_s"]
     print_table(device, rows, [
-        f"{row['tokens_per_s'] / first:.2f} x the first; {row['computes']}" for row in rows])
+        f"{row['tokens_per_s'] / first:.2f} x the first  {row['computes']}" for row in rows])
 
 
 def variants_of(argv):
