@@ -12,7 +12,7 @@ from data.tokenizer import load_tokenizer
 from data.weights import load_gpt, merged_weights, save_gpt
 from fast import to_float
 from model import GPTConfig, Policy
-from run.checkpoint import checkpoints, newest_checkpoint
+from run.checkpoint import newest_checkpoint
 from run.settings import PARTS, Settings, read_run
 
 BASE = "base.pt"        # in the folder of a run, see save_base
@@ -143,9 +143,7 @@ def saved_base(cfg):
     """The path of that copy, if out_dir holds a run that began from the policy in the settings;
     else None."""
     path = f"{cfg.out_dir}/{BASE}"
-    if not os.path.isfile(path) or not checkpoints(cfg.out_dir):
-        return None
-    if read_run(cfg.out_dir)["settings"].get("policy") != cfg.policy:
+    if not os.path.isfile(path) or read_run(cfg.out_dir)["settings"].get("policy") != cfg.policy:
         return None
     print(f"policy: {path}, {cfg.policy} as it was when this run began")
     return path
