@@ -5,6 +5,9 @@ gradient, tracin.py takes that gradient apart.
     loss = losses of the tokens, added up and divided by their number
     of a token: -min(ratio * A, clip(ratio, 1 - eps, 1 + eps) * A) + beta * KL(policy, ref)
 
+cfg.call("divide", by_tokens, ...) calls a hook: the config file's function `divide`, or what a
+setting of an extra puts there, else by_tokens; each with the arguments that it names.
+
     N   rows of a batch                     n   rows of the current step or micro-batch
     G   completions of a prompt             T   tokens in the longest completion
 """
