@@ -6,6 +6,23 @@ import signal
 from common.processes import rank_and_size
 
 
+def spare_children(handler):
+    """SIGTERM ends a forked process, also where it calls this handler here: multiprocessing ends
+    its workers by it, and waits for them."""
+    # blocked around the fork: one that comes before a child is ready for it would be lost
+    def mask(how):
+        signal.pthread_sigmask(how, [signal.SIGTERM])
+
+    def in_child():
+        if signal.getsignal(signal.SIGTERM) is handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        mask(signal.SIG_UNBLOCK)
+
+    if hasattr(os, "register_at_fork"):     # not on Windows, which cannot fork
+        os.register_at_fork(before=lambda: mask(signal.SIG_BLOCK), after_in_child=in_child,
+                            after_in_parent=lambda: mask(signal.SIG_UNBLOCK))
+
+
 @contextlib.contextmanager
 def interrupts():
     """Within this block the first SIGINT (Ctrl-C) or SIGTERM only makes the yielded function return
@@ -14,11 +31,7 @@ def interrupts():
     this_process = os.getpid()
 
     def handler(number, frame):
-        # a worker that a reward has forked is ended by SIGTERM, as multiprocessing does; Ctrl-C,
-        # which it hears too, is for this process to answer
-        if os.getpid() != this_process:
-            if number == signal.SIGTERM:
-                os._exit(1)
+        if os.getpid() != this_process:     # Ctrl-C reaches what a reward has forked, too
             return
         if seen:
             raise KeyboardInterrupt
@@ -28,6 +41,7 @@ def interrupts():
                         b"quit now\n")
 
     # in place of what a signal does otherwise, until the block ends
+    spare_children(handler)
     previous = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: bool(seen)
