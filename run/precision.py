@@ -97,12 +97,10 @@ def check_precision(setup, cfg):
     # turn off the last one until the rest gives the right numbers
     for name, without in reversed(slow.items()):
         problem = find_problem(setup, cfg)
-        failed = [False]
-        if name == "compile":       # the compiler failed in some process, which printed a note
-            failed = all_gather([not setup.compiled])
-        if not problem and not any(failed):
+        failed = name == "compile" and not setup.compiled   # the compiler has, and printed a note
+        if not problem and not any(all_gather([failed])):
             break
-        if not failed[0]:
+        if not failed:
             print(f"note: {name} off: {problem or 'another process cannot compile'}")
         vars(setup).update(without)
     set_precision(setup.device, setup.dtype)
