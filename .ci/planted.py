@@ -1021,6 +1021,10 @@ MISTAKES = [
     *of("extras/hunt/__main__.py", "test_hunt.py::"
         "test_a_run_that_fails_ends_with_its_own_exit_code",
         ("hunt: a failed run ends with 0", "sys.exit(seen.code)", "sys.exit(0)")),
+    *of("extras/hunt/__main__.py", "test_hunt.py::"
+        "test_the_score_card_counts_what_was_found_without_the_answer",
+        ("hunt: a read answer counts as found", 'if "given_up" in row or "minutes" in row:',
+         'if "minutes" in row:')),
     *of("docs/lesson/classroom.py", "test_lesson.py::"
         "test_a_written_line_is_told_right_or_which_mistake_it_is",
         ("lesson: any line is right", "<= 0.005 * value.abs().max()", "<= 5 * value.abs().max()"))]

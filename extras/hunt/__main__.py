@@ -7,12 +7,13 @@ Ten faults to hunt by what a run prints.
     python -m extras.hunt 3 --hint          # where to look
     python -m extras.hunt 3 --guess=loss.py:90      # is it this line of your files?
     python -m extras.hunt 3 --answer        # the line, why it is wrong, who had it
+    python -m extras.hunt --score           # found, minutes, hints
     python -m extras.hunt 3 --copy=FOLDER   # writes the project with fault 3 in it
     python -m extras.hunt 3 --check=FOLDER  # is that copy, which you have edited, healed?
 
 Any --name=value of grpo.py goes to the run: --temperature=1, --seed=2, --debug_step=True. The fault
 is planted in a copy that is deleted afterwards. Do not read faults.py, which tells all of them.
-A run's own warnings, which name the cause of most, are held back; --warnings shows them.
+A run's own warnings are held back until --answer; --warnings shows them.
 
     python -m extras.hunt --table=3         # runs all of them on 3 seeds: which number shows each
     python -m extras.hunt --table=3 --first_seed=4
@@ -24,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -37,6 +39,7 @@ CONFIG = "extras/hunt/config/hunt.py"
 CACHE = "out/prepared"      # cache_dir, if no flag says so
 NOT_COPIED = (".*", "out", "venv", "env", "wandb", "shared", "docs", "tests", "__pycache__", "*.pt",
               "hunt")
+SCORE = "out/hunt_score.json"
 NEAR = 2        # lines: a guess may name the comment above
 NUM_SHOWN = 16  # completions, those of two prompts
 CHECKED = 3     # iterations of a copy that are compared with a healthy run's
@@ -76,6 +79,13 @@ def without_cause(line):
     if re.match(rf"WARNING|note: \d+ sampled|{repeated}", line):
         return ""
     return re.sub("( nats on a token): by .*", r"\1", line)
+
+
+def causes_in(printed):
+    """The lines that without_cause shortens or leaves out, each warning once."""
+    repeated = r"warnings of this run|  "
+    return [line for line in printed.splitlines()
+            if line != without_cause(line) and not re.match(repeated, line)]
 
 
 def run_copy(folder, flags, quiet=False, warnings=True):
@@ -137,6 +147,45 @@ def run_with(fault, flags, quiet=False, warnings=True):
 
 
 # ------------------------------------------------------------------------------------------------
+# the score card
+
+
+def noted(number, **facts):
+    """What the score card has of a fault, with these facts added: began (seconds), hints, guesses,
+    minutes until it was found, given_up, causes (lines that were held back)."""
+    card = read_json(SCORE, missing={})
+    row = card.setdefault(str(number), {"hints": 0, "guesses": 0})
+    row.update(facts)
+    if facts:
+        os.makedirs(os.path.dirname(SCORE), exist_ok=True)
+        write_json(SCORE, card)
+    return row
+
+
+def note_found(number):
+    """Found, unless its answer was read before. The clock starts at the first run of a fault."""
+    row = noted(number)
+    if "given_up" in row or "minutes" in row:
+        return
+    now = time.time()
+    noted(number, minutes=round((now - row.get("began", now)) / 60, 1))
+    if all("minutes" in noted(i) for i in range(1, len(FAULTS) + 1)):
+        print_score()
+
+
+def print_score():
+    print(f"\n{'fault':>5}{'found':>12}{'minutes':>9}{'hints':>7}{'guesses':>9}")
+    rows = {i: noted(i) for i in range(1, len(FAULTS) + 1)}
+    for i, row in rows.items():
+        words = "answer read" if "given_up" in row else "yes" if "minutes" in row else "-"
+        print(f"{i:5}{words:>12}{row.get('minutes', '-'):>9}{row['hints']:>7}{row['guesses']:>9}")
+    found = [row for row in rows.values() if "minutes" in row]
+    minutes, hints = (sum(row[name] for row in found) for name in ("minutes", "hints"))
+    print(f"{len(found)} of {len(rows)} found in {minutes:.0f} minutes, with {hints} hints. "
+          f"Delete {SCORE} to start anew")
+
+
+# ------------------------------------------------------------------------------------------------
 # what is shown
 
 
@@ -171,12 +220,17 @@ def print_samples(rows):
 def show(number, flags, warnings):
     """The run of a fault, or of none (0). It ends with the run's own exit code."""
     fault = FAULTS[number - 1] if number else None
+    if fault and "began" not in noted(number):
+        noted(number, began=time.time())
     seen = run_with(fault, flags, warnings=warnings or not fault)
+    causes = causes_in(seen.printed) if fault else []
+    if causes:
+        noted(number, causes=causes)
     if seen.metrics:
         print_metrics(seen.metrics, healthy_metrics(flags) if fault else ())
         print_samples(seen.samples)
-    if fault and not warnings:
-        print("\nwhat names the cause was held back: --warnings prints it")
+    if causes and not warnings:
+        print(f"\nheld back: what names the cause ({len(causes)}). --answer shows it")
     if seen.code:
         sys.exit(seen.code)
 
@@ -204,6 +258,7 @@ def check_guess(number, guess):
     file = Path(file).as_posix()        # judge\rewards.py and ./loss.py, too
     if not line.isdigit() or not os.path.isfile(f"{ROOT}/{file}"):
         raise BadInput(f"--guess={guess}: must be FILE:LINE of the project, like loss.py:90")
+    noted(number, guesses=noted(number)["guesses"] + 1)
 
     def is_near(place):
         lines = lines_of(*place)
@@ -211,11 +266,12 @@ def check_guess(number, guess):
 
     if is_near((fault.file, fault.old)):
         print("right: this is the line. --answer tells who had it")
-    elif any(map(is_near, fault.neighbours)):
+        return note_found(number)
+    if any(map(is_near, fault.neighbours)):
         print("right: a mistake here has the same effect. This time it is planted elsewhere: "
               "--answer shows where")
-    else:
-        print("no, not there")
+        return note_found(number)
+    print("no, not there")
 
 
 def print_answer(number):
@@ -230,6 +286,11 @@ def print_answer(number):
         line = lines_of(file, text)[0]
         with open(f"{ROOT}/{file}", encoding="utf-8") as f:
             print(f"    {file}:{line}    {f.read().splitlines()[line - 1].strip()}")
+    row = noted(number)
+    causes = row.get("causes", ["nothing: it has not been run yet, or the run has no word for it"])
+    print("\nThis would have told you:", *causes, sep="\n    ")
+    if "minutes" not in row:
+        noted(number, given_up=True)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -247,7 +308,7 @@ def first_difference(found, expected):
     return None
 
 
-def check_copy(folder, flags):
+def check_copy(folder, number, flags):
     """Say whether a copy is healed: whether its run has the numbers of a healthy one."""
     if not os.path.isfile(f"{folder}/grpo.py"):
         raise BadInput(f"--check={folder}: has no grpo.py; --copy=FOLDER makes such a copy")
@@ -262,6 +323,7 @@ def check_copy(folder, flags):
         raise SystemExit(f"not healed: in iteration {iteration} {name} is {x}, in a healthy run it "
                          f"is {e}")
     print(f"healed: {len(expected)} iterations have the numbers of a healthy run")
+    note_found(number)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -292,12 +354,15 @@ def print_table(seeds, flags):
 
 def main(argv):
     own, rest = own_flags(argv, dict(hint=False, answer=False, influence=False, copy="", check="",
-                                     table=0, first_seed=1, guess="", warnings=False))
+                                     table=0, first_seed=1, guess="", score=False,
+                                     warnings=False))
     flags = [arg for arg in rest if arg.startswith("--")]
     numbers = [arg for arg in rest if not arg.startswith("--")]
     if own["table"]:
         first = own["first_seed"]
         return print_table(range(first, first + own["table"]), flags)
+    if own["score"]:
+        return print_score()
     if not numbers:
         return print_list()
     if len(numbers) > 1 or numbers[0] not in map(str, range(len(FAULTS) + 1)):
@@ -311,6 +376,7 @@ def main(argv):
     fault = FAULTS[number - 1]
     flags = [*fault.flags, *flags]
     if own["hint"]:
+        noted(number, hints=1)
         print(f"look at: {fault.place}")
     elif own["guess"]:
         check_guess(number, own["guess"])
@@ -323,7 +389,7 @@ def main(argv):
         print(f"{own['copy']}: the project with fault {number}. Edit it, then "
               f"python -m extras.hunt {number} --check={own['copy']}")
     elif own["check"]:
-        check_copy(own["check"], flags)
+        check_copy(own["check"], number, flags)
     else:
         show(number, flags, own["warnings"])
 

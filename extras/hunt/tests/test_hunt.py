@@ -42,6 +42,11 @@ def printed_until(argv, code):
     return out.getvalue()
 
 
+@pytest.fixture(autouse=True)
+def score(tmp_path, monkeypatch):
+    monkeypatch.setattr(hunt, "SCORE", str(tmp_path / "out/score.json"))
+
+
 @pytest.mark.parametrize("number", range(1, 1 + len(FAULTS)))
 def test_the_line_and_its_neighbours_count_as_found(number):
     fault = FAULTS[number - 1]
@@ -55,7 +60,22 @@ def test_the_line_and_its_neighbours_count_as_found(number):
     assert "no" in printed(hunt.main, [str(number), "--guess=nano.py:1"])
 
 
-def test_what_names_the_cause_is_held_back(monkeypatch):
+def test_the_score_card_counts_what_was_found_without_the_answer():
+    fault = FAULTS[1]
+    right = f"--guess=./loss.py:{hunt.lines_of(fault.file, fault.old)[0]}"
+    hunt.noted(2, began=hunt.time.time() - 120)
+    for flag in ("--hint", "--guess=nano.py:1", right, "--answer"):
+        printed(hunt.main, ["2", flag])
+    printed(hunt.main, ["7", "--answer"])       # read first, so a right guess is nothing found
+    line = hunt.lines_of("loss.py", FAULTS[6].old)[0]
+    printed(hunt.main, ["7", f"--guess=loss.py:{line}"])
+    rows = printed(hunt.main, ["--score"]).splitlines()
+    assert rows[3].split() == ["2", "yes", "2.0", "1", "2"]
+    assert rows[8].split() == ["7", "answer", "read", "-", "0", "1"]
+    assert rows[12].startswith("1 of 10 found in 2 minutes, with 1 hints")
+
+
+def test_what_names_the_cause_is_held_back_until_the_answer(monkeypatch):
     said = ("iter 1: reward 0.1\nWARNING: kl_loss is below 0: check the sign\nnote: all well\n"
             "note: 9 sampled tokens carry no loss\n"
             "\nwarnings of this run, the last of each kind:\n  iteration 1: kl_loss is below 0\n"
@@ -65,7 +85,10 @@ def test_what_names_the_cause_is_held_back(monkeypatch):
         "iter 1: reward 0.1\nnote: all well\n\nthe table: 3\n"
         "stopped: disagree by 0.2 nats on a token\n")
     monkeypatch.setattr(hunt, "run_with", lambda *args, **more: Seen(said, [], [], [], code=1))
-    assert "--warnings" in printed_until(["2"], 1)
+    assert "held back: what names the cause (3)" in printed_until(["2"], 1)
+    told = printed(hunt.main, ["2", "--answer"])
+    assert "check the sign" in told and "another temperature" in told
+    assert "held back" not in printed_until(["2", "--warnings"], 1)
 
 
 def edit(folder, old, new):
