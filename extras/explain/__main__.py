@@ -9,8 +9,8 @@ and which words of them. Prints it and writes account.html into the run's folder
 
     --by=COLUMN         groups the rollouts by a column of the prompts' file or of samples.jsonl,
                         or by the config file's function group(prompt, completion, reward, row)
-    --held_out=N        held-out completions at each step, by default as many as an evaluation has:
-                        fewer take less time, more are less noise
+    --held_out=N        held-out completions at each step, by default half as many as an evaluation
+                        has: fewer take less time, more are less noise
     --hessian=False     is faster, and does not predict what would be without a rollout
 
 A run that has functions needs its config file, too: RUN CONFIG.py. See docs/account.md.
@@ -29,7 +29,7 @@ from extras.explain.page import Report, show
 from extras.explain.question import labels_by, read_sentence, target_named
 from extras.explain.repeat import check_end, check_run, repeat_run
 from extras.explain.sentences import SMOOTH, is_useful, lines_of
-from extras.explain.tables import by_group, by_iteration, cards_of, sentence_card
+from extras.explain.tables import cards_of, sentence_card, tables_of
 from extras.explain.target import sentence_target
 from run.checkpoint import newest_checkpoint
 from run.settings import load_settings
@@ -93,7 +93,7 @@ def explain(folder, cfg, options):
         cards.append({"The sentence": [sentence_card(account, options.prompt, sentence)]})
     if is_useful(account):
         cards.append(cards_of(account))
-    tables = [by_group(rows, splits, account.digits), by_iteration(account)]
+    tables = tables_of(account, rows, splits, options.by)
     show(folder, Report([*lines, note] if note else lines, tables, cards))
 
 

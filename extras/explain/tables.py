@@ -46,6 +46,20 @@ def by_group(rows, splits, digits):
                  "rollouts at random.")
 
 
+def by_group_over_time(rows, split, digits):
+    """Table: the groups of a split, iteration by iteration."""
+    groups = counts_of(split).nonzero()[:, 0].tolist()
+
+    def line(name, factors):
+        return [name, *map(total, sums_of(rows, split, factors).T[groups])]
+
+    lines = [line(it + 1, (rows.iteration == it).double())
+             for it in range(int(rows.iteration.max()) + 1)]
+    return Table(f"Shares by {split.what}, iteration by iteration",
+                 ["iteration", *(split.names[i] for i in groups)],
+                 [*lines, line("all", torch.ones(rows.n))], digits)
+
+
 def by_iteration(account):
     """Table: how the number went, what its steps were to give it, what its rollouts gave."""
     count = account.run.shape[0]
@@ -67,6 +81,12 @@ def by_iteration(account):
                  ["iteration", f"{account.target.title} after it", *columns], rows, account.digits,
                  "Columns add up. Rows do not: a rollout is credited to its own iteration even for "
                  "what it does later, through AdamW's momentum.")
+
+
+def tables_of(account, rows, splits, by=""):
+    """All tables. by: the name of the reader's own groups."""
+    own = [by_group_over_time(rows, splits[by], account.digits)] if by else []
+    return [by_group(rows, splits, account.digits), *own, by_iteration(account)]
 
 
 # ------------------------------------------------------------------------------------------------

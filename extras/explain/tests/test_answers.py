@@ -13,7 +13,7 @@ import torch
 
 from extras.explain import question, sentences, tables
 from extras.explain.account import Account
-from extras.explain.groups import at_random, rows_of, splits_of, sums_of
+from extras.explain.groups import Rows, Split, at_random, rows_of, splits_of, sums_of
 from extras.explain.repeat import RepeatedRun
 from extras.explain.sentences import TOO_FAR
 from extras.explain.target import Point
@@ -49,6 +49,7 @@ KINDS = {
     "resample": ["--zero_std_groups=resample"]}
 ASKED = ["--prompt=you are", "--completion= green"]
 FAST = "--hessian=False"
+WHOLE = ["--held_out=12"]        # the completions of the evaluation
 NUMBER = "[+-][0-9.]+"
 
 
@@ -126,17 +127,18 @@ def reward(prompts, completions, completion_ids, ended, iteration):
 """)
     folder = str(tmp_path / "run")
     run_grpo(folder, tmp_path / "asks.py", "--max_iters=2")
-    text, _ = told(folder, FAST)
+    text, _ = told(folder, FAST, *WHOLE)
     last = read_rows(f"{folder}/eval.jsonl")[-1]["rewards/reward"]
     assert curve_of(text)[-1] == pytest.approx(last, abs=.006)
 
 
 @pytest.mark.parametrize("kind", ["plain", "one backward"])
 def test_the_held_out_reward_is_that_of_the_evaluation(run, kind):
-    """Without any flag: the curve is the run's own, the parts add up, and the page says so."""
+    """With the completions of the evaluation the curve is the run's own, the parts add up, and the
+    page says so."""
     folder = run(kind)
     before = contents(folder)
-    text, found = told(folder)
+    text, found = told(folder, *WHOLE)
     evaluated = {row["iteration"]: row["rewards/reward"] for row in
                  read_rows(f"{folder}/eval.jsonl")}
     curve = curve_of(text)
@@ -156,7 +158,7 @@ def test_a_judge_and_a_function_are_explained(run_grpo, tmp_path):
     folder = f"{tmp_path}/judged"
     run_grpo(folder, config, "--max_iters=2", "--learning_rate=1e-3")
     first, last = read_rows(f"{folder}/eval.jsonl")
-    _, found = told(folder, "--target=eval_judge", FAST)
+    _, found = told(folder, "--target=eval_judge", FAST, *WHOLE)
     clean = first["eval_judge/toxicity"] - last["eval_judge/toxicity"]
     assert found["change"] == pytest.approx(clean, abs=1.01 * found["rounding"])
     text, found = told(folder, "--target=target", FAST)
@@ -343,6 +345,17 @@ def test_where_the_noise_of_the_sum_is_large_no_single_rollout_is_listed():
     assert "--held_out" in sentences.say_off(unsure)
 
 
+def test_a_group_has_its_share_of_each_iteration():
+    its = torch.tensor([0, 0, 1, 1])
+    shares = torch.tensor([[0.1, 0.2, 0.4, -0.8]])
+    rows = Rows(its, shares, *[torch.ones(4)] * 4, [], [])
+    split = Split("kind", ["a", "none", "b"], torch.tensor([0, 2, 0, 2]))
+    table = tables.by_group_over_time(rows, split, 2)
+    assert table.header == ["iteration", "a", "b"]
+    found = [[cell.value for cell in row[1:]] for row in table.rows]
+    assert found == [pytest.approx(x) for x in ([0.1, 0.2], [0.4, -0.8], [0.5, -0.6])]
+
+
 def test_few_folds_have_no_error_that_looks_exact():
     """The spread of two or three says next to nothing."""
     for count in (2, 3, 4):
@@ -369,6 +382,7 @@ def test_rollouts_are_grouped_by_a_column_or_a_function(run, tmp_path):
     folder = run("plain")
     text, _ = told(folder, "--by=reward", FAST)
     assert "By reward, up most: " in text
+    assert "Shares by reward, iteration by iteration" in text
     rows = [(3, SimpleNamespace(text=f"p{i}", row={"kind": i % 2}), "said", 0.5) for i in range(4)]
     batch = SimpleNamespace(prompts=[row[1] for row in rows], completions=["said"] * 4,
                             rewards=torch.full((4,), 0.5))
@@ -380,8 +394,8 @@ def test_rollouts_are_grouped_by_a_column_or_a_function(run, tmp_path):
     assert_refused(("--by", "advantage", "kind"), question.labels_by, again, folder, "no")
 
 
-def test_without_a_word_it_draws_what_an_evaluation_draws(run):
-    assert "12 completions of 4 held-out" in told(run("plain"))[0]
+def test_without_a_word_it_draws_half_of_what_an_evaluation_draws(run):
+    assert "24 completions of 4 held-out" in told(run("plain"), "--num_eval_generations=12")[0]
 
 
 def test_what_cannot_be_answered_is_refused_by_name(run, tmp_path):
