@@ -193,8 +193,8 @@ def clipped_objective(ratio, A, cfg):
     """What the policy maximises, for each token: min(ratio A, clamp(ratio, low, high) A). ratio (n,
     T) or (n, 1), A (n, 1) or (n, T).
 
-    At ratio 1 its gradient is A times the gradient of logp, and so it is for each objective in
-    extras/variants: tracin.Recording builds on it where A is one number for a row.
+    At ratio 1 its gradient is A times the gradient of logp: tracin.record builds on it where A is
+    one number for a row.
     """
     # the smaller of the two: nothing is gained by a ratio beyond the clip
     low, high = cfg.clip_range

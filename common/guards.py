@@ -55,6 +55,15 @@ def check_ratio(setup, batch, mean, largest):
             "'float32', or device = 'cpu')")
 
 
+def check_importance(ratio):
+    """Before the first step of a run, where all log-ratios are 0: is the mean ratio that a hook has
+    made of them 1?"""
+    if not abs(ratio - 1) < 0.05:
+        raise SystemExit(
+            f"stopped before the first step: with importance the mean ratio is {ratio:.3g}, where "
+            "it must be 1: does it return the logarithm of the ratio?")
+
+
 def check_scores(influence):
     """Before rollouts are selected by their influence (n,): is it finite?"""
     if not influence.isfinite().all():
@@ -70,7 +79,7 @@ def check_influence(error, dtype):
         raise SystemExit(
             "stopped before the first step: the influences do not add up to the product of "
             f"ordinary gradients (relative error {float(error):.1e}, at most {tolerance:g}); the "
-            "tape has a bug (or try dtype = 'float32')")
+            "tape has a bug, or a hook says one_slope and is not so (or try dtype = 'float32')")
 
 
 def check_step(setup, batch, loss, grad_norm):

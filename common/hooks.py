@@ -40,10 +40,11 @@ def numbers(what, returned, *shapes):
 
 
 def shaped(name, x, *shapes):
-    """What a hook has returned, a tensor; BadInput unless it has one of these shapes."""
-    if x.shape not in shapes:
+    """What a hook has returned; BadInput unless it is a tensor of one of these shapes."""
+    if not torch.is_tensor(x) or x.shape not in shapes:
         wanted = " or ".join(str(tuple(shape)) for shape in shapes)
-        raise BadInput(f"{name} returned {shown(x)}: must have the shape {wanted}")
+        what = f"a tensor of shape {tuple(x.shape)}" if torch.is_tensor(x) else shown(x)
+        raise BadInput(f"{name} returned {what}: must be a tensor of shape {wanted}")
     return x
 
 

@@ -25,10 +25,15 @@ def spare_children(handler):
 
 @contextlib.contextmanager
 def interrupts():
-    """Within this block the first SIGINT (Ctrl-C) or SIGTERM only makes the yielded function return
-    True, so that work can be saved first. A second one is a KeyboardInterrupt."""
+    """Within this block the first SIGINT (Ctrl-C), SIGTERM or SIGHUP (of a lost connection) only
+    makes the yielded function return True, so that work can be saved first. A second one is a
+    KeyboardInterrupt."""
     seen = []
     this_process = os.getpid()
+    heard = [signal.SIGINT, signal.SIGTERM]
+    hangup = getattr(signal, "SIGHUP", None)        # not on Windows, and ignored under nohup
+    if hangup and signal.getsignal(hangup) != signal.SIG_IGN:
+        heard.append(hangup)
 
     def handler(number, frame):
         if os.getpid() != this_process:     # Ctrl-C reaches what a reward has forked, too
@@ -37,12 +42,13 @@ def interrupts():
             raise KeyboardInterrupt
         seen.append(number)
         if rank_and_size()[0] == 0:     # os.write: print could be in the middle of another line
-            os.write(2, b"interrupted: finishing this iteration and saving; press Ctrl-C again to "
-                        b"quit now\n")
+            with contextlib.suppress(OSError):      # nobody reads it any more
+                os.write(2, b"interrupted: finishing this iteration and saving; press Ctrl-C "
+                            b"again to quit now\n")
 
     # in place of what a signal does otherwise, until the block ends
     spare_children(handler)
-    previous = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    previous = {s: signal.signal(s, handler) for s in heard}
     try:
         yield lambda: bool(seen)
     finally:

@@ -15,7 +15,7 @@ import textwrap
 
 from common.files import ROOT, read_text
 
-PLACES = ("run/*.py", "*.py", "extras/**/*.py")     # files where a docstring may have such a table
+PLACES = ("run/*.py", "extras/**/*.py")     # files where a docstring may have such a table
 TITLE = {"Metrics": "Metrics of an iteration, metrics.jsonl",
          "Measures": "Measures of an evaluation, eval.jsonl"}
 

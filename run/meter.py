@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.utils import get_total_norm
 
-from common.guards import check_ratio, check_step
+from common.guards import check_importance, check_ratio, check_step
 from common.processes import all_gather
 from run.metrics import influence_metrics, influence_spread, loss_metrics, units_of
 from run.report import silent_clock
@@ -114,8 +114,11 @@ class Meter:
 
     def check_ratio(self, batch):
         """Before the first step of a run: is policy / sampler 1?"""
-        if self.check:
-            check_ratio(self.setup, batch, *self.logp_difference())
+        if not self.check:
+            return
+        check_ratio(self.setup, batch, *self.logp_difference())
+        if self.cfg.hook("importance") and (batch.age == 0).all():      # none is replayed
+            check_importance(spread_of(self.ratios, around=1.0).mean)
 
     def add_influence(self, influence):
         """Count a step's tracin.Influence in."""

@@ -149,6 +149,19 @@ def saved_base(cfg):
     return path
 
 
+def note_ignored(policy, cfg):
+    """Texts, and a shape in the settings, are only for "train": say so if they would be ignored. (A
+    config file that names a policy may keep the texts that it was made of.)"""
+    if "texts" in cfg.functions and cfg.policy == Settings.policy:
+        print(f"note: the config file's texts are ignored: policy = {cfg.policy!r}, its default; "
+              "'train' learns from them")
+    for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+        actual = getattr(policy.config, name)
+        wanted = getattr(cfg, name, actual)
+        if wanted not in (getattr(Settings, name, actual), actual):
+            print(f"note: {name} = {wanted} is ignored: {cfg.policy} has {actual}")
+
+
 def load_policy(cfg, device="cpu", may_train=True):
     """Load the policy of a file, a run or a published name, or make the policy "train" on a device
     -> (policy, tokenizer). may_train: False for a command that only looks at a run."""
@@ -174,14 +187,5 @@ def load_policy(cfg, device="cpu", may_train=True):
             raise BadInput(f"chat_template_kwargs: policy = {cfg.policy!r} has no chat template")
         tokenizer.give_template(cfg.chat_template_kwargs)
 
-    # texts, and a shape in the settings, are only for "train": say so if they would be ignored.
-    # (A config file that names a policy may keep the texts that it was made of)
-    if "texts" in cfg.functions and cfg.policy == Settings.policy:
-        print(f"note: the config file's texts are ignored: policy = {cfg.policy!r}, its default; "
-              "'train' learns from them")
-    for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-        actual = getattr(policy.config, name)
-        wanted = getattr(cfg, name, actual)
-        if wanted not in (getattr(Settings, name, actual), actual):
-            print(f"note: {name} = {wanted} is ignored: {cfg.policy} has {actual}")
+    note_ignored(policy, cfg)
     return policy, tokenizer

@@ -63,7 +63,7 @@ class Run:
 
     def is_evaluated(self, done):
         """True if an evaluation follows after so many iterations."""
-        return done == self.cfg.max_iters or is_due(done, self.cfg.eval_interval)
+        return done >= self.cfg.max_iters or is_due(done, self.cfg.eval_interval)
 
     def evaluate(self, iteration):
         """Evaluate the policy after so many iterations."""
@@ -119,7 +119,7 @@ class Run:
     def kl_share(self, it, batch, steps, clock):
         """Before the steps of iteration `it`, if an evaluation follows them: how much of the
         gradient is the KL's? -> metrics."""
-        if not self.is_evaluated(it + 1):
+        if not (self.cfg.kl_in_loss and self.is_evaluated(it + 1)):
             return {}
         metrics = kl_grad_share(self.setup, batch, steps, self.cfg)
         clock.end("KL share")
@@ -133,7 +133,7 @@ class Run:
         self.saver.mark_whole(done)
 
         # did any process receive a signal?
-        last = done == cfg.max_iters
+        last = done >= cfg.max_iters       # `after` may have set it to an earlier one
         stopped = any(all_gather([self.stopped()]))
         if self.is_evaluated(done):
             self.evaluate(done)

@@ -457,9 +457,9 @@ that are logged. config/ holds more config files; the folder of a run repeats th
 
 
 def listed(settings):
-    """The source of a class of settings: the lines above its first method."""
+    """The source of a class of settings: its lines above what is no setting."""
     text = inspect.getsource(settings).partition(":\n")[2]
-    return textwrap.dedent(re.split(r"\n+    (?:def|@property)", text)[0])
+    return textwrap.dedent(re.split(r"\n+    (?:def|@property|# beside the settings)", text)[0])
 
 
 def usage(which=""):

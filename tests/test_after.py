@@ -33,6 +33,7 @@ def after(it, cfg, metrics, memory, batch):
     cfg.temperature = 1 / (1 + 0.1 * it)
     cfg.learning_rate *= 0.9
     metrics["own/memory"] = memory["kl"]
+    metrics["own/tensor"] = batch.rewards.new_tensor(it)
     return batch.age < 2
 """
 
@@ -91,6 +92,7 @@ def test_config_json_says_what_was_given(run_own, tmp_path):
     run_own("run", "--max_iters=4", "--learning_rate=1e-3", "--resume=True")    # not refused
     last = untimed_metrics(folder)[-1]
     assert last["cfg/beta"] > 0.1, "the value of an iteration is not logged"
+    assert last["own/tensor"] == 3, "a tensor among the metrics is logged as text"
     assert last["learning_rate"] == pytest.approx(1e-3 * .9 ** 3), "the rate did not change"
 
 
@@ -103,9 +105,11 @@ def test_a_value_given_to_a_run_that_goes_on_wins(run_own, tmp_path):
     assert "cfg/beta" not in row and row["cfg/temperature"] < 1
 
 
-def test_after_ends_a_run_early(run_own, tmp_path):
+@pytest.mark.parametrize("how", ["cfg.max_iters = min(cfg.max_iters, 2)",
+                                 "cfg.max_iters = [9, 1][it]"])     # that is over by then
+def test_after_ends_a_run_early(how, run_own, tmp_path):
     """With its evaluation and its checkpoint; the same command finds nothing left to do."""
-    early = REWARD + "def after(it, cfg):\n    cfg.max_iters = min(cfg.max_iters, 2)\n"
+    early = REWARD + f"def after(it, cfg):\n    {how}\n"
     run_own("run", "--max_iters=5", "--save_interval=10", config=early)
     folder = tmp_path / "run"
     assert len(read_rows(folder / "metrics.jsonl")) == 2, "it did not end"

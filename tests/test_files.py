@@ -157,7 +157,7 @@ def test_a_command_says_what_it_computes_on(monkeypatch):
 # signals
 
 def test_the_first_signal_asks_and_the_second_interrupts(capfd):
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         before = signal.getsignal(number)
         with pytest.raises(KeyboardInterrupt), interrupts() as stop:
             assert not stop()

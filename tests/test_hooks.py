@@ -495,6 +495,14 @@ def test_importance_makes_the_ratio():
     assert float(twice) != pytest.approx(float(once), rel=.01)
 
 
+def test_importance_returns_a_logarithm():
+    """The ratio in its place, an easy slip, would make every ratio 2.72 in silence."""
+    cfg = with_function("importance", lambda log_ratio: log_ratio.exp())
+    setup, batch = word_world(cfg)
+    with pytest.raises(SystemExit, match="logarithm"):
+        steps_of(setup, batch, cfg, check=True)
+
+
 def test_influence_is_right_for_a_loss_that_weighs_tokens():
     """A row's tokens then have several slopes, and no multiple of its log-prob is its loss."""
     def objective(ratio, A):

@@ -9,3 +9,6 @@ def sequence(log_ratio, mask, A):
         raise BadInput("importance_sampling_level = 'sequence': has one ratio for all tokens, and "
                        "advantage returned a number for each: take 'token'")
     return log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+sequence.one_slope = True       # influence takes its faster way (docs/hooks.md)

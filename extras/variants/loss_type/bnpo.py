@@ -7,3 +7,4 @@ def divide(x, mask, num_rows):
 
 
 divide.by_micro_batch = True    # which rows share one is drawn by chance, and changes the result
+divide.one_slope = True         # influence takes its faster way (docs/hooks.md)

@@ -3,3 +3,6 @@
 
 def divide(x, num_rows, cfg):
     return x.sum() / (num_rows * cfg.max_completion_length)
+
+
+divide.one_slope = True     # influence takes its faster way (docs/hooks.md)
