@@ -123,8 +123,8 @@ class Batch:
 
 class Step(NamedTuple):
     """An optimizer step: its rows of the batch, and the divisors of its loss. The divisors count
-    the whole mini-batch. So the losses of its parts simply add up, and a row that influence has
-    dropped makes the rest no heavier."""
+    the whole mini-batch. So micro-batches add up to it, and dropping a row does not raise the
+    weight of the others."""
     epoch: int
     rows: Tensor        # (n,) computed in this step
     num_rows: int       # in the mini-batch

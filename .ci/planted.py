@@ -469,6 +469,14 @@ MISTAKES = [
         "test_make.py::test_windows_begin_where_a_text_does_or_anywhere",
         ("windows begin with the end of a text", "ends + 1])", "ends])")),
     # test_judge.py
+    # test_judge.py
+    *of("judge/rewards.py",
+        "test_judge.py::test_a_reward_may_reorder_what_it_is_given_and_go_to_another_folder",
+        ("a reward leaves for another folder", "    with contextlib.chdir(\".\"):",
+         "    with contextlib.nullcontext():")),
+    *of("common/files.py",
+        "test_runs.py::test_a_damaged_run_is_refused_and_kept[a flipped bit]",
+        ("a check sum is not looked at", "f.testzip():", "False:")),
     # test_model.py
     *of("model.py", "test_model.py::test_weights_start_as_in_gpt2",
         ("deep models start as shallow ones", "std=0.02 / math.sqrt(depth)", "std=0.02")),

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import zipfile
 import zlib
 from pathlib import Path
 
@@ -168,14 +169,17 @@ def load_torch(path, device="cpu"):
     if not os.path.isfile(place):
         raise BadInput(f"{path}: no such file")
     try:
+        with zipfile.ZipFile(place) as f:       # torch does not look at check sums
+            if device != "meta" and f.testzip():
+                raise ValueError
         return torch.load(place, map_location=device, weights_only=True)
     except Exception as e:  # torch reports broken files in a dozen ways
         if "Weights only load failed" in str(e):    # its advice would run what is inside
             raise BadInput(f"{path}: holds objects, and only tables of tensors and plain numbers "
                            "are opened: save it again, model.state_dict() for a model and float(x) "
                            "for a number of numpy") from e
-        raise BadInput(f"{path}: not a readable checkpoint, perhaps cut short (a run continues "
-                       "from the one before, once this is moved away)") from e
+        raise BadInput(f"{path}: not a readable checkpoint, perhaps damaged or cut short (a run "
+                       "continues from the one before, once this is moved away)") from e
 
 
 def check_kind(content, kind, path):

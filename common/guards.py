@@ -25,7 +25,7 @@ def moments_of(optimizer):
 
 def not_finite(setup, batch):
     """Say what is not finite, causes before effects, and what to do. batch: a loss.Batch."""
-    # moments first: a step with bad moments has spoilt the weights too
+    # moments first: a step with bad moments has ruined the weights too
     if not all(x.isfinite().all() for x in moments_of(setup.optimizer)):
         return "A moment of the optimizer is not finite: continue from an earlier checkpoint"
     weights = setup.policy.named_parameters()

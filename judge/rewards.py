@@ -3,6 +3,7 @@ Rewards: call each reward function, the judge's or a config file's, and weigh wh
 
 An error inside such a function keeps Python's own message, with the function's file and line.
 """
+import contextlib
 import copy
 import math
 
@@ -31,7 +32,8 @@ def call(what, function, prompts, texts, name="completions", facts=None):
     # copied value by value: in one deepcopy of a list, rows would still share
     arguments = {key: [copy.deepcopy(value) for value in x] if isinstance(x, list) else x
                  for key, x in select_arguments(what, function, offered).items()}
-    return function(**arguments)
+    with contextlib.chdir("."):     # come back if it leaves for another folder: a run's is relative
+        return function(**arguments)
 
 
 def check_columns(what, function, prompts, offered):

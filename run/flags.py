@@ -92,7 +92,7 @@ def problems_of_rewards(m, cfg, first, groups):
                 "so they teach nothing: check it")
         elif cfg.zero_std_groups != "keep" and m["frac_reward_zero_std"] == 1:
             yield "dropped", (
-                f"zero_std_groups = {cfg.zero_std_groups!r} leaves no rollout, since the rewards "
+                f"zero_std_groups = {cfg.zero_std_groups!r} drops every rollout, since the rewards "
                 "of each group are equal, whatever advantage returned: set 'keep'")
         return
     if constant := constant_rewards(m, first, cfg):

@@ -8,7 +8,7 @@ from common.files import read_log
 from common.processes import all_gather, rank_and_size
 from run.checkpoint import append_rows
 from run.flags import problems_of_evaluation, times_the_median
-from run.metrics import batch_metrics, num_tokens
+from run.metrics import batch_metrics, num_tokens, rollout_toxicity
 from run.report import (
     Warned, print_influence, print_iteration, print_phases, print_warnings)
 
@@ -96,7 +96,7 @@ class Log:
             self.rows = self.comparable("metrics.jsonl")
             evaluations = self.comparable("eval.jsonl")
             self.first_evaluation = evaluations[0] if evaluations else None
-        name = os.path.basename(folder)
+        name = os.path.basename(os.path.abspath(folder))
         self.wandb.tell("init", project=self.cfg.wandb_project, name=name, config=self.cfg.public())
 
     def comparable(self, log):
@@ -149,7 +149,8 @@ class Log:
              "learning_rate": self.setup.optimizer.param_groups[0]["lr"],
              "num_tokens": self.num_tokens,
              **{f"cfg/{name}": getattr(cfg, name) for name in cfg.given},
-             "step_time": sum(clock.seconds.values())}
+             "step_time": sum(clock.seconds.values()),
+             **rollout_toxicity(batch, self.setup)}
         if "choose" not in cfg.functions:       # all prompts come in turn
             m["epoch"] = (it + 1) * cfg.num_prompts / len(self.setup.prompts)
 

@@ -58,7 +58,7 @@ def spread_of(pieces, around=0.0):
 
 
 class Meter:
-    """Looks on at an update, and collects its metrics."""
+    """Watches an update, and collects its metrics."""
 
     def __init__(self, setup, cfg, clock=silent_clock, check=False, watch=None):
         """clock: the iteration's Clock. check: the first step is the first of a run. It ends the
@@ -75,13 +75,14 @@ class Meter:
         self.ratios = []            # pieces of a spread
         self.gaps = []              # likewise: |trainer's - sampler's log-prob| before a step
         self.influences = []        # (n,) of the rollouts that each step has scored
-        # {name: sum} and {name: count}. Two names are logged even if there is no row, or no step
+        # {name: sum} and {name: count}. A name without a count is divided by the number of steps.
+        # loss and policy_loss are always logged
         self.zero = torch.zeros((), dtype=torch.float64, device=setup.device)
         self.sums = {"loss": self.zero, "policy_loss": self.zero}
-        self.counts = {}            # what has none is a mean over the steps
+        self.counts = {}
 
     def begin_step(self):
-        """Count a step in, whether it will be taken or not -> True until one is taken: the policy
+        """Count a step in, whether it will be taken or not -> True before the first one: the policy
         is the one that sampled."""
         self.num_begun += 1
         return self.num_steps == 0

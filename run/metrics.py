@@ -14,7 +14,7 @@ from collections import Counter
 import torch
 
 from common.hooks import select_arguments
-from common.processes import all_reduce
+from common.processes import all_gather, all_reduce, shard
 from loss import clipped_objective, losses
 from tape import cosine, inner
 from tracin import target_coefficients
@@ -165,6 +165,22 @@ def influence_metrics(influence, setup):
     if target.kind == "target":
         metrics["tracin/target_loss"] = target.loss
     return metrics
+
+
+@torch.no_grad()
+def rollout_toxicity(batch, setup):
+    """What the eval judge says about the rollouts; {} without it.
+
+    Metrics:
+        eval_judge/toxicity: mean toxicity of the rollouts, by the judge that training never sees
+    """
+    judge = setup.judges.get("eval_judge")
+    if judge is None:
+        return {}
+    completions = batch.everything.completions
+    mine = shard(len(completions))
+    logits = all_gather(judge(completions[mine]))
+    return {"eval_judge/toxicity": float(torch.sigmoid(logits).mean())}
 
 
 def call_metrics(completions, cfg):

@@ -21,7 +21,7 @@ def dimmed(text):
     return text if plain else f"\033[2m{text}\033[0m"
 
 
-# phase of an iteration: its line. What has none is booked alone
+# phase of an iteration: its line. A phase without one is timed only
 LINES = {
     "sample": "[Micro 0] 2. Samples generated",
     "score": "[Micro 0] 3. Samples scored",
@@ -53,7 +53,7 @@ class Clock:
         return time.monotonic()
 
     def end(self, phase, rewards=None):
-        """Book the time since the last end for a phase, and print its line."""
+        """Add the time since the last end to a phase, and print its line."""
         now = self.now()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last_end
         self.last_end = now

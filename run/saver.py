@@ -1,4 +1,4 @@
-"""The checkpoints of a run. A failure loses no whole iteration."""
+"""The checkpoints of a run. A failure before a step loses no whole iteration."""
 import copy
 
 from common.seeds import hash_of
@@ -20,6 +20,15 @@ class Saver:
         self.log = log
         self.base_hash = hash_of(setup.base)
 
+        # whatever calls it, a step changes the weights of the last whole iteration
+        step = setup.optimizer.step
+
+        def noted_step(*args, **kwargs):
+            self.has_stepped = True
+            return step(*args, **kwargs)
+
+        setup.optimizer.step = noted_step
+
     def save(self, iteration):
         save_checkpoint(self.folder, self.setup, self.cfg, iteration, self.log.num_tokens,
                         self.base_hash)
@@ -27,16 +36,12 @@ class Saver:
 
     def mark_whole(self, done):
         """Memory now holds `done` whole iterations. Remember what the next one changes before its
-        step: random generators, and what a rollout adds to."""
+        first step: the random generators, the target's average, the history of prompts."""
         self.done = done
         self.has_stepped = False
         self.random = random_state()
         self.average = copy.copy(self.setup.target_average)
         self.seen = {i: list(groups) for i, groups in self.setup.seen.items()}
-
-    def step_begins(self, *_):
-        """Called before each step: the weights will differ from the last whole iteration's."""
-        self.has_stepped = True
 
     def keep_last(self):
         """Save the last whole iteration, unless a step has changed the weights since -> a sentence

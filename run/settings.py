@@ -224,7 +224,7 @@ class Settings(*settings_of_extras()):
     def hook(self, name):
         """The function that is called in place of the core's: the config file's of this name, else
         what a setting of an extra puts there, else None."""
-        if name in HOOKS and name in self.functions:    # a reward may be called as a variant's is
+        if name in HOOKS and name in self.functions:    # a reward may happen to be named `follow`
             return self.functions[name]
         return self.hooks_of_extras().get(name)
 
@@ -305,6 +305,10 @@ ELSEWHERE = {
     "kl_estimator=low_var_kl": "kl_estimator = 'k3'"}
 
 
+WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text",
+         tuple: "a tuple", dict: "a dict", types.NoneType: "None"}
+
+
 def what_it_must_be(name, value):
     """The condition that a setting's value breaks, in words; "" if the value is good by itself."""
     parts = PARTS[name]
@@ -316,7 +320,7 @@ def what_it_must_be(name, value):
     if choices:
         return "" if value in choices else f"one of {', '.join(choices)}"
     if type(value) not in parts:
-        return "of type " + " or ".join(x.__name__ for x in parts if type(x) is type)
+        return " or ".join(WORDS[x] for x in parts if x in WORDS)
     if value == "":
         return "text that is not empty"
 
@@ -336,7 +340,8 @@ def assign(cfg, name, value, source):
             raise BadInput(f"{source}: there is no {given!r}; see {ELSEWHERE[given]}")
     if name not in PARTS:
         near = difflib.get_close_matches(name, PARTS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else "a name of your own begins with _"
+        own = "--help lists them" if source.startswith("-") else "a name of your own begins with _"
+        hint = f"did you mean {near[0]!r}?" if near else own
         raise BadInput(f"{source}: there is no setting {name!r}; {hint}")
 
     # what is meant is clear: 1 for 1.0, a list or one text for a tuple, ~ for the home folder

@@ -13,6 +13,7 @@ from common.files import ROOT
 from common.variants import variant
 from grpo import collect, collect_iteration, group_advantages, prepare, update
 from run.after import after_iteration
+from run.optimizer import load_state
 from run.settings import HOOKS, load_settings
 from worlds import (
     WORD_PROMPTS, WORDS, assert_near, assert_refused, forward, gradient, inputs_of, letters,
@@ -206,6 +207,23 @@ def test_several_optimizers_step_as_one():
     update(setup, collect(setup, WORD_PROMPTS, cfg, 1), None, cfg, 3)
     moved = [not torch.equal(p, b) for p, b in zip(setup.trained, before)]
     assert all(moved), "one of the optimizers took no step"
+
+
+def test_moments_of_other_weights_are_refused():
+    """AdamW's own load_state_dict takes them, and the next step would write beyond a weight."""
+    def made(params):
+        return torch.optim.AdamW(params, lr=0.1)
+
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in (2, 3)]
+    optimizer = made(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["initial_lr"] = 0.1
+    load_state(optimizer, optimizer.state_dict())
+    with pytest.raises(ValueError, match="shape"):
+        load_state(made(params[::-1]), optimizer.state_dict())
 
 
 def test_the_eps_of_adamw_is_a_setting():

@@ -1,6 +1,7 @@
 """The judge, a small scorer; what a reward function gets and what it may do."""
 import copy
 import math
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -129,13 +130,16 @@ def test_a_reward_that_returns_something_else_is_named():
         assert_refused("reward 'r'", score, {"r": lambda completions: values}, ASKED, ANSWERS)
 
 
-def test_a_reward_may_reorder_what_it_is_given():
+def test_a_reward_may_reorder_what_it_is_given_and_go_to_another_folder(tmp_path):
     def careless(completions):
         completions.reverse()
+        os.chdir(tmp_path)
         return [1] * len(completions)
 
+    before = os.getcwd()
     found = score({"a": careless, "b": by_column}, ASKED, ANSWERS)
     assert found[:, 1].tolist() == [1, 0], "another reward reads the first one's order"
+    assert os.getcwd() == before, "the run's relative paths now lead elsewhere"
 
 
 def test_what_a_reward_raises_is_its_own_error():

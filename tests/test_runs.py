@@ -26,7 +26,7 @@ from run.checkpoint import LOGS, newest_checkpoint
 from run.policy import load_policy, load_run
 from run.settings import load_settings
 from worlds import (
-    assert_near, assert_refused, printed, random_ids, read_rows, refusal,
+    assert_near, assert_refused, flip_a_bit, printed, random_ids, read_rows, refusal,
     skip_without, untimed_metrics)
 
 # a reward that draws from the three global generators, and may send a signal or fail in one call
@@ -404,6 +404,7 @@ def lose_the_checkpoints(run):
 # what happens to the folder of a run
 DAMAGE = {
     "cut short": lambda run: os.truncate(run / "ckpt_000006.pt", 1000),
+    "a flipped bit": lambda run: flip_a_bit(run / "ckpt_000006.pt"),
     "no checkpoint": lose_the_checkpoints}
 
 

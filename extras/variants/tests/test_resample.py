@@ -9,7 +9,7 @@ import torch
 import grpo
 from common.seeds import seed_for
 from data.prompts import Prompt, draw_prompts
-from run.metrics import batch_metrics
+from run.metrics import batch_metrics, rollout_toxicity
 from run.log import sample_rows
 from run.sampling import sample_completions
 from worlds import WORDS, letters, settings, setup_of, shaken, untimed_metrics, word_gpt
@@ -130,6 +130,15 @@ def test_metrics_and_samples_are_of_all_that_was_sampled(knobs):
     found = sorted((row["prompt"], row["completion"], row["reward"]) for row in rows)
     assert found == sorted(called)
     assert sorted(row["reward"] for row in rows if row["learned"]) == sorted(learned)
+
+    def judge(completions):
+        assert sorted(completions) == sorted(text for _, text, _ in called)
+        return torch.tensor([0.0, math.log(3)] * (len(completions) // 2))   # 1/2 and 3/4
+
+    setup.judges = {"eval_judge": judge}
+    assert rollout_toxicity(batch, setup) == {"eval_judge/toxicity": pytest.approx(5 / 8)}
+    setup.judges = {"judge": judge}
+    assert rollout_toxicity(batch, setup) == {}, "that is the judge of the reward"
 
 
 def test_dropped_groups_are_marked_in_the_samples():
