@@ -30,9 +30,9 @@ def is_untrained(setup, policy):
 @full_precision()
 def perplexity_under(base, rollout, cfg):
     """Perplexity of the completions under the policy before training, in float32, and the KL (k3)
-    to it from the policy that wrote them, in nats per token. Both at the sampling temperature.
-    base: the policy before training; None if it wrote the completions itself, so that rollout.logp
-    are its log-probs."""
+    to it from the policy that wrote them, in nats per token. Both at eval_temperature. base: the
+    policy before training; None if it wrote the completions itself, so that rollout.logp are its
+    log-probs."""
     # this process's share, in batches of similar length
     mine = rollout[shard(len(rollout.ended), cfg.num_eval_generations)]
     order = mine.completion_mask.sum(1).argsort(stable=True)
