@@ -129,8 +129,8 @@ def grpo_loss(logp, old_logp, ref_logp, A, mask, num_tokens):
     objective = torch.min(ratio * A, ratio.clamp(1 - epsilon, 1 + epsilon) * A)     # (n, T)
 
     # distance to the reference, estimated per token (k3, Schulman 2020): never negative, and its
-    # mean over the policy's own tokens is the KL. With the ratio, which is 1, as a factor its mean
-    # gradient is the KL's, too
+    # mean over the policy's own tokens is the KL. Its gradient is not; times the ratio, whose value
+    # is 1 but which has a gradient, it is
     d = ref_logp - logp
     kl = ratio * (d.expm1() - d)                                    # (n, T)
 

@@ -169,9 +169,9 @@ def load_torch(path, device="cpu"):
     if not os.path.isfile(place):
         raise BadInput(f"{path}: no such file")
     try:
-        with zipfile.ZipFile(place) as f:       # torch does not look at check sums
-            if device != "meta" and f.testzip():
-                raise ValueError
+        # torch does not look at check sums
+        if device != "meta" and zipfile.is_zipfile(place) and zipfile.ZipFile(place).testzip():
+            raise ValueError
         return torch.load(place, map_location=device, weights_only=True)
     except Exception as e:  # torch reports broken files in a dozen ways
         if "Weights only load failed" in str(e):    # its advice would run what is inside

@@ -29,6 +29,7 @@ def interrupts():
     makes the yielded function return True, so that work can be saved first. A second one is a
     KeyboardInterrupt."""
     seen = []
+    terminals = [fd for fd in (1, 2) if os.isatty(fd)]
     this_process = os.getpid()
     heard = [signal.SIGINT, signal.SIGTERM]
     hangup = getattr(signal, "SIGHUP", None)        # not on Windows, and ignored under nohup
@@ -37,6 +38,11 @@ def interrupts():
 
     def handler(number, frame):
         if os.getpid() != this_process:     # Ctrl-C reaches what a reward has forked, too
+            return
+        for fd in terminals:
+            if not os.isatty(fd):       # the connection is lost: print to nobody, and save
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+        if seen and number == hangup:   # a shell may send it twice
             return
         if seen:
             raise KeyboardInterrupt

@@ -122,8 +122,8 @@ def after_iteration(setup, it, cfg, batch, metrics):
                    memory=setup.memory)
     after = cfg.functions["after"]
     keep = after(**select_arguments("after", after, offered))
-    # a tensor would be logged as text
-    metrics.update({name: x.item() for name, x in metrics.items() if hasattr(x, "item")})
+    # a tensor () would be logged as text
+    metrics.update({name: x.item() for name, x in metrics.items() if getattr(x, "ndim", 1) == 0})
 
     # all processes use rank 0's results, and memory as a checkpoint would return it
     changed = changed_by(before, edited)

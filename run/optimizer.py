@@ -44,30 +44,34 @@ class Several:
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
 
-MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}       # of AdamW, and of Muon
+def check_moments(optimizer):
+    """ValueError if a moment does not lie in memory like its weight, as when weights have another
+    order now: AdamW would not notice, and would write elsewhere."""
+    for p, moments in optimizer.state.items():
+        for name in {"exp_avg", "exp_avg_sq"} & moments.keys():
+            layout = moments[name].shape, moments[name].stride()
+            if layout != (p.shape, p.stride()):
+                raise ValueError(f"{name} has shape and strides {layout}, its weight "
+                                 f"{(p.shape, p.stride())}")
 
 
 def load_state(optimizer, state):
     """optimizer <- an earlier state_dict(), with the rates of now. The groups of torch's optimizers
     hold nothing but settings, and those of now count. Other optimizers (Schedule-Free, Prodigy) may
-    keep step counts in their groups. ValueError if a moment does not lie in memory like its weight,
-    as when weights have another order now: AdamW would not notice, and would write elsewhere."""
+    keep step counts in their groups."""
     optimizers = getattr(optimizer, "optimizers", [optimizer])
     states = state.get("optimizers", [state])
     for one, before in zip(optimizers, states, strict=True):
         now = [{name: x for name, x in group.items() if name != "params"}
                for group in one.param_groups]
         one.load_state_dict(before)
-        if not type(one).__module__.startswith("torch."):
+        is_torchs = type(one).__module__.startswith("torch.")
+        if not is_torchs:
             now = [dict(lr=group["lr"], initial_lr=group["initial_lr"]) for group in now]
         for group, settings in zip(one.param_groups, now):
             group.update(settings)
-        for p, moments in one.state.items():
-            for name in MOMENTS & moments.keys():
-                layout = moments[name].shape, moments[name].stride()
-                if layout != (p.shape, p.stride()):
-                    raise ValueError(f"{name} has shape and strides {layout}, its weight "
-                                     f"{(p.shape, p.stride())}")
+        if is_torchs:
+            check_moments(one)
 
 
 def check_state(optimizer):

@@ -1,5 +1,6 @@
 """The checkpoints of a run. A failure before a step loses no whole iteration."""
 import copy
+import types
 
 from common.seeds import hash_of
 from run.checkpoint import random_state, save_checkpoint, set_random_state
@@ -23,11 +24,12 @@ class Saver:
         # whatever calls it, a step changes the weights of the last whole iteration
         step = setup.optimizer.step
 
-        def noted_step(*args, **kwargs):
+        def noted_step(optimizer, *args, **kwargs):
             self.has_stepped = True
             return step(*args, **kwargs)
 
-        setup.optimizer.step = noted_step
+        # a method, as torch's schedulers expect
+        setup.optimizer.step = types.MethodType(noted_step, setup.optimizer)
 
     def save(self, iteration):
         save_checkpoint(self.folder, self.setup, self.cfg, iteration, self.log.num_tokens,
@@ -47,10 +49,12 @@ class Saver:
         """Save the last whole iteration, unless a step has changed the weights since -> a sentence
         about it."""
         if self.has_stepped:
-            return "the last checkpoint is kept, and the same command continues"
+            return ("the last checkpoint is kept; the same command continues, with --resume=True "
+                    "if you mend the config file")
         if self.saved != self.done:
             set_random_state(self.random)
             self.setup.target_average = self.average
             self.setup.seen = self.seen
             self.save(self.done)
-        return f"saved after iteration {self.done}; the same command continues"
+        return (f"saved after iteration {self.done}; the same command continues, with "
+                "--resume=True if you mend the config file")

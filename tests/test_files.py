@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 import common.device
 from common.device import machine, pick_device, pick_dtype
-from common.files import load_file, read_log, replacing, save_file
+from common.files import ROOT, load_file, read_log, replacing, save_file
 from common.cli import run_script
 from common.errors import BadInput
 from common.seeds import hash_of
@@ -156,16 +157,64 @@ def test_a_command_says_what_it_computes_on(monkeypatch):
 # ------------------------------------------------------------------------------------------------
 # signals
 
+@pytest.fixture
+def hangups():
+    """They are heard, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def test_the_first_signal_asks_and_the_second_interrupts(capfd):
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        before = signal.signal(number, signal.SIG_DFL)      # SIGHUP is ignored under nohup
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before = signal.getsignal(number)
         with pytest.raises(KeyboardInterrupt), interrupts() as stop:
             assert not stop()
             signal.raise_signal(number)
             assert stop()
             assert capfd.readouterr().err.startswith("interrupted: ")
             signal.raise_signal(number)
-        assert signal.signal(number, before) == signal.SIG_DFL
+        assert signal.getsignal(number) == before
+
+
+def test_a_command_under_nohup_hears_no_hangup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupts() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+SCRIPT = """
+import time
+from common.cli import run_script
+from common.signals import interrupts
+
+def main(argv):
+    with interrupts() as stop:
+        print("ready", flush=True)
+        while not stop():
+            time.sleep(0.01)
+        print("on with it", flush=True)
+        open("saved", "w").close()
+
+run_script(main)
+"""
+
+
+def test_a_lost_connection_does_not_end_what_prints_to_it(hangups, tmp_path):
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": ROOT}, start_new_session=True)
+    os.close(theirs)
+    assert b"ready" in os.read(ours, 100)
+    os.close(ours)
+    for _ in range(2):      # a shell may send it twice
+        process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0 and (tmp_path / "saved").exists()
 
 
 # ------------------------------------------------------------------------------------------------
