@@ -298,10 +298,12 @@ ELSEWHERE = {
     "num_train_epochs": "max_iters", "lr_scheduler_type": "lr_decay",
     "warmup_steps": "warmup_iters", "batch_size": "num_prompts", "train_batch_size": "num_prompts",
     "per_device_train_batch_size": "micro_batch_size",
-    "gradient_accumulation_steps": "micro_batch_size", "tracin_val_batch_size": "tracin_val_size",
+    "gradient_accumulation_steps": "micro_batch_size",
+    "tracin_val_batch_size": "tracin_val_prompts and tracin_val_size",
     "next_iteration": "debug_step", "tracin=seqloss-lastadv": "tracin = 'advantage'",
     "tracin=seqloss-reward": "tracin = 'reward'", "loss_type=ppo": "critic",
-    "loss_type=gspo": "importance_sampling_level = 'sequence'", "dtype=bf16": "dtype = 'bfloat16'",
+    "loss_type=gspo": "importance_sampling_level = 'sequence', with any loss_type",
+    "dtype=bf16": "dtype = 'bfloat16'",
     "kl_estimator=low_var_kl": "kl_estimator = 'k3'"}
 
 
