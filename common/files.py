@@ -1,6 +1,7 @@
 """Files: written under a temporary name and renamed; read without running any code in them."""
 import contextlib
 import csv
+import errno
 import gzip
 import importlib.util
 import json
@@ -33,10 +34,18 @@ def remove(path):
         os.remove(path)
 
 
+CANNOT_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)     # some network and FUSE disks
+
+
 def flush(path):
-    """Wait until a file is on the disk: a power failure then loses none of it."""
+    """Wait until a file is on the disk, if the disk can tell: a power failure then loses none of
+    it."""
     with open(path, "rb+") as f:
-        os.fsync(f.fileno())
+        try:
+            os.fsync(f.fileno())
+        except OSError as e:
+            if e.errno not in CANNOT_FLUSH:
+                raise
 
 
 @contextlib.contextmanager
@@ -161,6 +170,14 @@ def save_file(path, kind, **content):
         torch.save({"kind": kind, **content}, tmp)
 
 
+def is_damaged(path):
+    """Whether a check sum of a .pt file is wrong, which torch does not look at."""
+    if not zipfile.is_zipfile(path):        # torch's older format has none
+        return False
+    with zipfile.ZipFile(path) as f:
+        return f.testzip() is not None
+
+
 def load_torch(path, device="cpu"):
     """Read what torch.save wrote: tables and numbers only, never code. Look for a relative path
     here, then beside the code: data/policy.pt. device "meta": tensors without their numbers, which
@@ -169,8 +186,7 @@ def load_torch(path, device="cpu"):
     if not os.path.isfile(place):
         raise BadInput(f"{path}: no such file")
     try:
-        # torch does not look at check sums
-        if device != "meta" and zipfile.is_zipfile(place) and zipfile.ZipFile(place).testzip():
+        if device != "meta" and is_damaged(place):
             raise ValueError
         return torch.load(place, map_location=device, weights_only=True)
     except Exception as e:  # torch reports broken files in a dozen ways

@@ -49,8 +49,9 @@ def rules_of_advantages(cfg):
 def rules_of_hooks(cfg):
     for name in sorted(cfg.hooks_of_extras().keys() & cfg.functions.keys()):
         is_hook = cfg.hook(name) is cfg.functions[name]     # not a reward that is called alike
-        yield is_hook, (f"{name}: the config file has this function, and a setting puts another in "
-                     "its place (such as loss_type, delta or critic): keep one")
+        yield is_hook, (
+            f"{name}: the config file has this function, and a setting puts another in its place "
+            "(such as loss_type, delta or critic): keep one")
 
 
 def rules_of_influence(cfg):

@@ -48,16 +48,20 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch)
         assert os.listdir(tmp_path / "new") == ["a.pt"]
 
 
-def test_a_file_that_is_not_on_the_disk_replaces_nothing(tmp_path, monkeypatch):
+def test_a_broken_disk_replaces_nothing_and_one_without_fsync_serves(tmp_path, monkeypatch):
     def fails(_):
-        raise OSError(errno.EIO, "the disk is broken")
+        raise OSError(number, "the disk says")
 
     path = f"{tmp_path}/a.pt"
     save_file(path, "run", x=0)
     monkeypatch.setattr(os, "fsync", fails)
-    with pytest.raises(OSError, match="broken"):
+    number = errno.EIO
+    with pytest.raises(OSError, match="disk says"):
         save_file(path, "run", x=1)
     assert load_file(path, "run")["x"] == 0, "what may not be on the disk has replaced what is"
+    number = errno.EINVAL
+    save_file(path, "run", x=2)
+    assert load_file(path, "run")["x"] == 2
 
 
 def test_a_policy_comes_back_in_float32(tmp_path):
